@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine._budget.decide import Decider, has_outgrown
+from offload_engine._budget.decide import Decider, excess_of, has_outgrown
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.hold import HoldWatch
@@ -27,6 +27,7 @@ from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance
+from offload_engine.planning.memory import Excess
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.schedule import Action
 from offload_engine.stats import IterationStats
@@ -186,7 +187,7 @@ class BudgetController(BudgetView):
         assert recorder is not None
         self._num_tries += 1
         self._floor.settle(self._last)
-        if self.decider.learn(recorder, self._gauge, self._floor.milliseconds, is_combined):
+        if self.decider.learn(recorder, self._gauge, self._floor, is_combined):
             self._decide_first()
         elif self._num_tries >= _MAX_TRIES:
             logger.warning("gpu_budget: no step could be planned, so everything stays offloaded: chunks differ")
@@ -212,16 +213,15 @@ class BudgetController(BudgetView):
 
     def _verify(self) -> None:
         """Compare what the step took with what was predicted; correct the model, or be content with it."""
-        assert self.decider.chosen is not None
-        best = self.decider.chosen.best
         self.measured_bytes, self.measured_ms = self._last.held_bytes(), self._last.milliseconds
         grown = has_outgrown(self.decider, self._last.chunk_bytes)
-        own = self.measured_bytes - best.held_bytes, int(grown), round(_US * self.measured_ms)
-        error, is_outgrown, measured_us = self.decider.agree(own)
+        own = excess_of(self.decider, self.measured_bytes, self._last.peak_bytes)
+        numbers = own.total, own.wasted, int(grown), round(_US * self.measured_ms)
+        total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
         self.decider.correct_time(measured_us / _US)
-        allowance = self._verifier.judge(error)
+        allowance = self._verifier.judge(Excess(total - wasted, wasted))
         if allowance is None:
             self._gauge.reset()
             self._go(State.HOLD)

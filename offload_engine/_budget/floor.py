@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from offload_engine._budget.allowing import TOLERANCE
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.margin import Margin
 from offload_engine._budget.optimizers import OptimizerWatch
 
+_TIMES: Final = 2
+"""What varied over a few steps may vary by more over many; with more than `TOLERANCE` groups leave."""
+
 
 class FloorSteps:
-    """Watches the steps before a decision.
+    """Watches the steps before a decision; the first ones, in which libraries are loaded, only for the margin.
 
     Args:
         margin: of a budget that is measured, too; None: it is given.
@@ -18,22 +24,30 @@ class FloorSteps:
         optimizers: tell when their state is there.
         has_state: it is, on every rank.
         milliseconds: that such a step takes: the least of all, as each may be held up.
+        varied_share: by so much the bytes that a chunk saves may differ from step to step, as routing gives experts now
+            more, now fewer tokens.
     """
 
     def __init__(self, margin: Margin | None) -> None:
         self.optimizers: OptimizerWatch = OptimizerWatch()
         self.has_state: bool = False
         self.milliseconds: float = float("inf")
+        self.varied_share: float = 0.0
+        self._saved_bytes: list[float] = []
         self._margin = margin
 
     def note(self, last: LastStep) -> None:
-        """Note what a step held that is over."""
+        """Note what a step held and saved that is over."""
+        if self.has_state and last.has_ended and last.chunk_bytes:
+            self._saved_bytes.append(last.chunk_bytes)
+            varied = max(self._saved_bytes) / min(self._saved_bytes) - 1.0
+            self.varied_share = min(max(self.varied_share, _TIMES * varied), TOLERANCE - 1.0)
         if self._margin is not None:
             self._margin.note(last.held_bytes(), last.peak_bytes)
 
     def settle(self, last: LastStep) -> None:
         """Note how long a step took, when the next one begins."""
-        if self.has_state:  # in the steps before, libraries are loaded
+        if self.has_state:
             self.milliseconds = min(self.milliseconds, last.milliseconds)
 
     def begin_state(self) -> None:
@@ -44,3 +58,4 @@ class FloorSteps:
     def forget(self) -> None:
         """Forget what steps took: later ones save other bytes."""
         self.milliseconds = float("inf")
+        self._saved_bytes.clear()

@@ -6,10 +6,11 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from offload_engine._budget.decide import Decider
+from offload_engine._budget.decide import Decider, excess_of
 from offload_engine._budget.in_force import InForce
 from offload_engine._budget.last_step import LastStep
 from offload_engine.planning.choices import Allowance, Choices
+from offload_engine.planning.memory import Excess
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class HoldWatch:
         chosen = decider.chosen
         is_unused = decider.budget_bytes - need > _UNUSED * decider.budget_bytes
         if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
-            self._correct((need - chosen.best.held_bytes) // 2)
+            self._correct(Excess((need - chosen.best.held_bytes) // 2))
 
     def _keep_less(self, over: int, held_bytes: int) -> None:
         chosen = self._decider.chosen
@@ -68,8 +69,10 @@ class HoldWatch:
                 Allowance(Choices(recomputed=self._in_force.recomputed))
             )  # other ranks go on with that
         else:
-            self._correct(max(over, held_bytes - chosen.best.held_bytes), is_alone=True)
+            excess = excess_of(self._decider, held_bytes, self._last.peak_bytes)
+            short = max(0, over - excess.total)  # where more than the budget was predicted
+            self._correct(Excess(excess.allocated + short, excess.wasted), is_alone=True)
 
-    def _correct(self, error: int, is_alone: bool = False) -> None:
-        self._decider.correct(error)
+    def _correct(self, excess: Excess, is_alone: bool = False) -> None:
+        self._decider.correct(excess)
         self._in_force.allow(self._decider.decide(is_alone=is_alone))

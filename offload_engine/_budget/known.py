@@ -9,6 +9,7 @@ from offload_engine.planning.choices import Slot
 from offload_engine.planning.choose import Chosen, choose, refitted, remeasured
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Predictor, floor_ms_of, refitted_floor_ms
+from offload_engine.planning.recompute import options_of, with_recomputation
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
 
@@ -20,17 +21,20 @@ class Known:
         job: that was measured, with bytes and times.
         model: of its memory.
         costs: of moves, with the time of that step.
+        varied_share: of what groups have on the device, by which steps with one decision may differ.
 
     Attributes:
         job: as given.
         model: corrected by what later steps have held.
         costs: corrected by what later steps have taken.
+        varied_share: as given.
     """
 
-    def __init__(self, job: Job, model: MemoryModel, costs: Costs) -> None:
+    def __init__(self, job: Job, model: MemoryModel, costs: Costs, varied_share: float = 0.0) -> None:
         self.job: Job = job
         self.model: MemoryModel = model
         self.costs: Costs = costs
+        self.varied_share: float = varied_share
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated, whatever memory is corrected by
 
     def choose(
@@ -58,6 +62,18 @@ class Known:
     def remeasured(self, chosen: Chosen, actions: tuple[Action, ...], held_bytes: int) -> Chosen:
         """Return what was chosen for these actions, of which a step held so many bytes, by the model as it is now."""
         return remeasured(chosen, held_bytes, self.model, self._steps_of(actions))
+
+    def overhead_bytes(self, chosen: Chosen, actions: tuple[Action, ...]) -> int:
+        """Return what the process holds besides its peak of allocated bytes, with what was chosen for these actions."""
+        return self.model.overhead_with(self._steps_of(actions).planned(chosen.best.decision).residents)
+
+    def chunk_bytes(self, chosen: Chosen | None) -> list[int]:
+        """Return how many bytes each chunk saves by what was chosen, by virtual stage."""
+        shapes = self.job.shapes
+        if chosen is not None:
+            options = options_of(self.costs.options, chosen.best.decision.choices.recomputed)
+            shapes = with_recomputation(shapes, options)
+        return [sum(group.nbytes for group in shape.groups) for shape in shapes]
 
     def refit(self, chosen: Chosen, actions: tuple[Action, ...], measured_ms: float) -> Chosen | None:
         """Take less for the time of the measured step, where a later one shows that it was held up.

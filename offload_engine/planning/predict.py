@@ -220,8 +220,7 @@ def refitted_floor_ms(
 def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:
     """Predict what the process holds at the most, with a decision about a step."""
     job, _, residents = steps.planned(decision)
-    early, correction = model.early_share(job, decision.choices), model.correction_share(residents)
-    return model.held_with(residents.before, early, correction)
+    return model.held_with(residents, model.early_share(job, decision.choices))
 
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:

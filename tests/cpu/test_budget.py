@@ -222,7 +222,7 @@ def test_it_is_held_after_four_steps_that_measure_memory_at_every_boundary() -> 
     job = ByHand(config(gpu_budget=1 << 40)).steps(6)
     floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
     assert job.states == [floor, floor, measure, verify, State.HOLD, State.HOLD]
-    measured = job.controller.decider._known.model.other_bytes
+    measured = job.controller.decider.known.model.other_bytes
     for chunk in {action.chunk for action in job.actions(4)}:
         for index in range(2 * DEPTH):
             assert Boundary(COMMIT, chunk, index) in measured
@@ -432,7 +432,7 @@ def waiting(job: ByHand, wait_ms: float = 1.0) -> ByHand:
     decide = type(decider)._choose.__get__(decider)
 
     def choose(*arguments: Any) -> Any:
-        decider._known.refit = lambda *_: None  # these times are made up
+        decider.known.refit = lambda *_: None  # these times are made up
         found = decide(*arguments)
         best = found.best._replace(exposed_ms={"layer": wait_ms}, step_ms=found.best.step_ms + found.best.num_moves)
         return found._replace(best=best)
@@ -462,7 +462,8 @@ def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
     job.steps(10)
     assert_same_training(job, reference)
     assert job.states[-1] is State.HOLD and State.HOLD in job.states[:8]
-    assert 3 <= gauge.num_trims <= 5 and job.controller.decider._known.model.correction_bytes > 0
+    model = job.controller.decider.known.model
+    assert 3 <= gauge.num_trims <= 5 and model.overhead_bytes > model.wasted_bytes  # which were the same at first
     assert gauge.held_bytes() <= budget
 
 
@@ -503,18 +504,18 @@ def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_co
     gauge.before_trim = most
     job.steps(8)
     # Copies are threads: a step before may have held more at its peak than the measured one.
-    assert 10 * KIB <= job.controller.decider._known.model.overhead_bytes < most // 4
+    assert 10 * KIB <= job.controller.decider.known.model.overhead_bytes < most // 4
 
 
-def test_the_first_decision_leaves_half_of_what_the_floor_reserves_in_vain() -> None:
+def test_the_first_decision_leaves_a_part_of_what_the_floor_reserves_in_vain() -> None:
     """Fragments of a decision are not those of the floor: planned steps held 770 MiB more than their budget."""
     wasted = 100 * KIB
     budget = BASE + wasted + round(0.8 * most_of())
-    job, gauge = on_fragments(budget, wasted, wasted * 3 // 2)
+    job, gauge = on_fragments(budget, wasted, wasted * 5 // 4)
     while State.HOLD not in job.states:
         waiting(job, 0.0).step()  # on a busy machine measured copies are late, and what was left would be used
     assert job.states[-2:] == [State.VERIFY, State.HOLD]  # no step was above, so nothing is corrected
-    assert job.controller.decider.guard_bytes >= wasted // 2
+    assert job.controller.decider.guard_bytes >= 2 * wasted // 5
     assert gauge.held_bytes() <= budget and job.controller.measured_bytes <= budget
     assert job.summary.predicted_peak_bytes == job.controller.measured_bytes
 
