@@ -240,10 +240,8 @@ class BudgetController(BudgetView):
             self._hold.use_what_is_left()
         if not self._in_force.is_settled:
             self._in_force.is_settled = True
-        elif self.measured_bytes > self.decider.budget_bytes:
-            self._hold.answer_excess(self.measured_bytes)
-        elif is_window_over or self._gauge.peak_bytes() > self._last.peak_bytes:
-            self._gauge.reset()  # a new window; or the peak was between the steps
+        else:
+            self._hold.answer(self.measured_bytes, is_window_over)
 
     def _measure_again(self, why: str) -> None:
         self._hold.wants_measure = False

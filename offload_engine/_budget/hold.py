@@ -33,20 +33,30 @@ class HoldWatch:
 
     def __init__(self, decider: Decider, in_force: InForce, last: LastStep) -> None:
         self.wants_measure: bool = False
+        self._has_trimmed = False  # right before the step that is over
         self._decider = decider
         self._in_force = in_force
         self._last = last
 
-    def answer_excess(self, held_bytes: int) -> None:
-        """Answer that the process has held more than the budget, in the last step or behind it."""
+    def answer(self, held_bytes: int, is_window_over: bool) -> None:
+        """Take in what the process has held, in the last step or behind it."""
+        gauge = self._last.gauge
+        if held_bytes > self._decider.budget_bytes:
+            return self._answer_excess(held_bytes)
+        self._has_trimmed = False
+        if is_window_over or gauge.peak_bytes() > self._last.peak_bytes:
+            gauge.reset()  # a new window; or the peak was between the steps
+
+    def _answer_excess(self, held_bytes: int) -> None:
         decider, gauge = self._decider, self._last.gauge
         over = held_bytes - decider.budget_bytes
-        is_of_step = self._last.peak_bytes + decider.extra_bytes > decider.budget_bytes
-        if is_of_step:
+        is_allocated = self._last.peak_bytes + decider.extra_bytes > decider.budget_bytes
+        if is_allocated or (self._has_trimmed and self._last.end_bytes > decider.budget_bytes):
             if decider.is_at_floor:
                 return  # as has been said; nothing more can leave
             logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
             self._keep_less(over, held_bytes)
+        self._has_trimmed = True
         gauge.trim()  # else evaluation, or an optimizer, has left the allocator with more
         gauge.reset()
 
@@ -71,7 +81,7 @@ class HoldWatch:
         else:
             excess = excess_of(self._decider, held_bytes, self._last.peak_bytes)
             short = max(0, over - excess.total)  # where more than the budget was predicted
-            self._correct(Excess(excess.allocated + short, excess.wasted), is_alone=True)
+            self._correct(Excess(max(0, excess.allocated) + short, excess.wasted), is_alone=True)
 
     def _correct(self, excess: Excess, is_alone: bool = False) -> None:
         self._decider.correct(excess)

@@ -553,6 +553,21 @@ def test_a_peak_between_two_steps_changes_no_decision_and_growth_of_all_else_kee
     assert gauge.held_bytes() <= budget
 
 
+def test_what_each_step_reserves_in_vain_keeps_less_where_returning_it_does_not_help() -> None:
+    """Else each step would be above the budget, and each would begin with an empty allocator."""
+    budget = BASE + 20 * KIB + round(0.8 * most_of())
+    job, gauge = on_fragments(budget, 10 * KIB)
+    job.steps(8)
+    assert job.states[-1] is State.HOLD and gauge.held_bytes() <= budget
+    moved, num_trims = job.moved[-1], gauge.num_trims
+    gauge._of_steps = (100 * KIB,)
+    job.steps(6)
+    assert job.moved[-1] > moved and gauge.num_trims >= num_trims + 2
+    num_trims = gauge.num_trims
+    job.steps(3)
+    assert gauge.num_trims == num_trims and gauge.held_bytes() <= budget
+
+
 def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one would wait for the others for ever. What befalls one rank is answered by all when a window is over."""
     monkeypatch.setattr("offload_engine._budget.controller._WINDOW_STEPS", 5)
