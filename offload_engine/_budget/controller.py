@@ -160,12 +160,12 @@ class BudgetController(BudgetView):
             self._conclude_floor()
         elif self.state is State.HOLD:
             self._watch()
+        elif self.state is State.VERIFY:
+            self._verify()
         elif not self._in_force.is_settled:
             self._in_force.is_settled = True
-        elif self.state is State.MEASURE:
-            self._conclude_measuring(is_combined)
         else:
-            self._verify()
+            self._conclude_measuring(is_combined)
 
     def _conclude_floor(self) -> None:
         """Trim once optimizers have their state: what steps reserve in vain from there on, they do in the long run.
@@ -212,7 +212,10 @@ class BudgetController(BudgetView):
         self._go(State.VERIFY)
 
     def _verify(self) -> None:
-        """Compare what the step took with what was predicted; correct the model, or be content with it."""
+        """Compare what the step took with what was predicted; correct the model, or be content with it.
+
+        The first step with other groups, which no plan knows, tells only that even without a plan it is too much.
+        """
         self.measured_bytes, self.measured_ms = self._last.held_bytes(), self._last.milliseconds
         grown = has_outgrown(self.decider, self._last.chunk_bytes)
         own = excess_of(self.decider, self.measured_bytes, self._last.peak_bytes)
@@ -220,8 +223,13 @@ class BudgetController(BudgetView):
         total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
-        self.decider.correct_time(measured_us / _US)
-        allowance = self._verifier.judge(Excess(total - wasted, wasted))
+        excess = Excess(total - wasted, wasted)
+        is_settled, self._in_force.is_settled = self._in_force.is_settled, True
+        if is_settled:
+            self.decider.correct_time(measured_us / _US)
+        elif self._verifier.fits(excess):
+            return None
+        allowance = self._verifier.judge(excess)
         if allowance is None:
             self._gauge.reset()
             self._go(State.HOLD)

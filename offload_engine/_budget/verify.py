@@ -12,7 +12,9 @@ from offload_engine.planning.memory import Excess
 
 _MAX_CORRECTIONS: Final = 3
 _CLOSE: Final = 1 / 256
-"""Of the budget, or of the time of a step: not worth another decision."""
+"""Of the budget: not worth another decision."""
+_WORTH: Final = 1 / 128
+"""Of the time of a step: less is not worth another decision, and the steps that verify it."""
 _MEASURED: Final = 1 / 4
 """Of the first guard: what one decision was seen to reserve in vain says so much of the next. (Five budgets on an H200:
 the second reserved at most a seventh of the guard more than the first.)"""
@@ -48,16 +50,23 @@ class Verifier:
         Args:
             excess: agreed by all ranks that decide alike.
         """
-        decider, chosen = self._decider, self._decider.chosen
-        assert chosen is not None
-        unused = decider.budget_bytes - decider.margin_bytes - chosen.best.held_bytes - excess.total
-        if unused < 0 and decider.is_at_floor:
+        decider = self._decider
+        if self._unused(excess) < 0 and decider.is_at_floor:
             return None  # nothing more can leave
         if self._num_corrections >= _MAX_CORRECTIONS:
             decider.take_in(excess)
             return None
         self._num_corrections += 1
-        return self._with_less(excess) if unused < 0 else self._with_more(excess, unused)
+        return self._with_more(excess) if self.fits(excess) else self._with_less(excess)
+
+    def fits(self, excess: Excess) -> bool:
+        """Return whether a step was within the budget, or no decision could make it so."""
+        return self._unused(excess) >= 0 or self._decider.is_at_floor
+
+    def _unused(self, excess: Excess) -> int:
+        decider, chosen = self._decider, self._decider.chosen
+        assert chosen is not None
+        return decider.budget_bytes - decider.margin_bytes - chosen.best.held_bytes - excess.total
 
     def _with_less(self, excess: Excess) -> Allowance:
         self._may_try = False
@@ -68,9 +77,9 @@ class Verifier:
         self._decider.guard_bytes = max(self._decider.guard_bytes // 2, self._close_bytes)
         return self._decider.decide()
 
-    def _with_more(self, excess: Excess, unused: int) -> Allowance | None:
+    def _with_more(self, excess: Excess) -> Allowance | None:
         """Use what was left, where that may save time, and one more correction can take it back."""
-        decider = self._decider
+        decider, unused = self._decider, self._unused(excess)
         decider.take_in(excess)
         assert decider.chosen is not None
         fitting, guard = decider.chosen, max(round(_MEASURED * self._first_guard), self._close_bytes)
@@ -82,7 +91,7 @@ class Verifier:
         decider.correct(excess if excess.total < 0 else Excess())
         allowance = decider.decide(decider.actions)
         assert decider.chosen is not None
-        if decider.chosen.best.step_ms >= (1.0 - _CLOSE) * fitting.best.step_ms:
+        if decider.chosen.best.step_ms >= (1.0 - _WORTH) * fitting.best.step_ms:
             decider.go_back(fitting)
             return None
         self._fitting = fitting
