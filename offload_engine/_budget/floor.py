@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from offload_engine._budget.allowing import TOLERANCE
 from offload_engine._budget.last_step import LastStep
@@ -12,6 +12,19 @@ from offload_engine._budget.optimizers import OptimizerWatch
 
 _TIMES: Final = 2
 """What varied over a few steps may vary by more over many; with more than `TOLERANCE` groups leave."""
+
+_ALIKE: Final = 33 / 32
+"""Steps that save within this ratio of each other take as long."""
+
+
+class _Timed(NamedTuple):
+    num_chunks: int
+    chunk_bytes: float
+    milliseconds: float
+
+    def is_like(self, other: _Timed) -> bool:
+        least, most = sorted((self.chunk_bytes, other.chunk_bytes))
+        return self.num_chunks == other.num_chunks and most <= _ALIKE * least
 
 
 class FloorSteps:
@@ -23,7 +36,6 @@ class FloorSteps:
     Attributes:
         optimizers: tell when their state is there.
         has_state: it is, on every rank.
-        milliseconds: that such a step takes: the least of all, as each may be held up.
         varied_share: by so much the bytes that a chunk saves may differ from step to step, as routing gives experts now
             more, now fewer tokens.
     """
@@ -31,10 +43,15 @@ class FloorSteps:
     def __init__(self, margin: Margin | None) -> None:
         self.optimizers: OptimizerWatch = OptimizerWatch()
         self.has_state: bool = False
-        self.milliseconds: float = float("inf")
         self.varied_share: float = 0.0
         self._saved_bytes: list[float] = []
+        self._timed: list[_Timed] = []
         self._margin = margin
+
+    @property
+    def milliseconds(self) -> float:
+        """Return what a step like the last one takes: the least of all, as each may be held up."""
+        return min(each.milliseconds for each in self._timed if each.is_like(self._timed[-1]))
 
     def note(self, last: LastStep) -> None:
         """Note what a step held and saved that is over."""
@@ -47,8 +64,7 @@ class FloorSteps:
 
     def settle(self, last: LastStep) -> None:
         """Note how long a step took, when the next one begins."""
-        if self.has_state:
-            self.milliseconds = min(self.milliseconds, last.milliseconds)
+        self._timed.append(_Timed(last.num_chunks, last.chunk_bytes, last.milliseconds))
 
     def begin_state(self) -> None:
         """Note that optimizers have their state."""
@@ -57,5 +73,5 @@ class FloorSteps:
 
     def forget(self) -> None:
         """Forget what steps took: later ones save other bytes."""
-        self.milliseconds = float("inf")
+        self._timed.clear()
         self._saved_bytes.clear()

@@ -20,6 +20,7 @@ class LastStep:
         has_ended: it was not abandoned.
         peak_bytes: the most that was allocated in it, or since an earlier reset of the gauge.
         end_bytes: that the process held when it ended, or since an earlier reset of the gauge.
+        num_chunks: that saved in it.
         chunk_bytes: saved by each of its chunks, on average.
         milliseconds: that it took, if it was timed, up to the next one; see `settle`.
     """
@@ -29,6 +30,7 @@ class LastStep:
         self.has_ended: bool = False
         self.peak_bytes: int = 0
         self.end_bytes: int = 0
+        self.num_chunks: int = 0
         self.chunk_bytes: float = 0.0
         self.milliseconds: float = 0.0
         self._device = device
@@ -53,6 +55,7 @@ class LastStep:
         if isinstance(self.gauge, ResidentGauge):
             self.gauge.restore()
         self.peak_bytes, self.end_bytes = self.gauge.peak_bytes(), self.gauge.held_bytes()
+        self.num_chunks = num_chunks
         self.chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
         self._end_mark = self._mark()
         self.has_ended = bool(num_chunks) or not stats.managed_bytes

@@ -7,11 +7,13 @@ import dataclasses
 import json
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from offload_engine._budget.decide import _WASTED_SHARE, Decider, excess_of
+from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.known import Known
 from offload_engine._budget.verify import Verifier
 from offload_engine.planning.choose import choose
@@ -22,6 +24,21 @@ from tests.cpu.test_choose import GIB, one_rank
 
 RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_budget_h200.jsonl"
 MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "chunk_bytes", "expected"),
+    [(4, 100.0, 7.0), (4, 102.0, 7.0), (4, 90.0, 9.0), (2, 100.0, 9.0)],
+    ids=["alike", "other routing", "shorter sequences", "other microbatches"],
+)
+def test_the_shortest_step_counts_of_those_like_the_measured_one(
+    num_chunks: int, chunk_bytes: float, expected: float
+) -> None:
+    floor = FloorSteps(None)
+    floor.begin_state()
+    for step in ((num_chunks, chunk_bytes, 7.0), (4, 100.0, 9.0)):
+        floor.settle(SimpleNamespace(**dict(zip(("num_chunks", "chunk_bytes", "milliseconds"), step, strict=True))))  # type: ignore[arg-type]
+    assert floor.milliseconds == expected
 
 
 class First(NamedTuple):
