@@ -46,10 +46,9 @@ def agreed_options(agree: Agree, options: tuple[RecomputeOption, ...]) -> tuple[
     )
 
 
-def agreed_ms(agree: Agree, milliseconds: float) -> float:
-    """Return the longest time of all ranks."""
-    [number] = agree((round(_NS * milliseconds),))
-    return number / _NS
+def agreed_numbers(agree: Agree, *numbers: float) -> list[float]:
+    """Return the largest of each number over all ranks: the longest time, for instance."""
+    return [number / _NS for number in agree(tuple(round(_NS * number) for number in numbers))]
 
 
 def agreed_job(agree: Agree, shapes: Shapes) -> Shapes:
@@ -70,12 +69,15 @@ def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary
     known = tuple(dict.fromkeys(at for boundary in boundaries for at in (boundary, moment_of(boundary))))
     others = [model.other_bytes.get(at, _UNKNOWN) for at in known]
     early = [-model.early_bytes[at] if at in model.early_bytes else _UNKNOWN for at in known]
-    between, overhead, *rest = agree((model.between_bytes, model.overhead_bytes, *others, *early))
+    # Where little moves less is wasted than here: by as little as on any rank.
+    own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes
+    between, overhead, wasted, *rest = agree((*own, *others, *early))
     others, early = rest[: len(known)], rest[len(known) :]
     return dataclasses.replace(
         model,
         between_bytes=between,
         overhead_bytes=overhead,
+        wasted_bytes=-wasted,
         other_bytes={at: n for at, n in zip(known, others, strict=True) if n != _UNKNOWN},
         early_bytes={at: -n for at, n in zip(known, early, strict=True) if n != _UNKNOWN},
     )

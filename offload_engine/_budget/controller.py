@@ -7,13 +7,15 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine._budget.decide import Decider, has_outgrown
+from offload_engine._budget.decide import Decider, excess_of, has_outgrown
+from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.hold import HoldWatch
 from offload_engine._budget.idleness import Idleness
+from offload_engine._budget.in_force import InForce
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.margin import margin_of
 from offload_engine._budget.measure import MeasuringRecorder
-from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
 from offload_engine._budget.verify import Verifier
 from offload_engine._budget.view import BudgetView
@@ -24,22 +26,17 @@ from offload_engine._policy.policy import Policy
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import Allowance, Choices, Slot
+from offload_engine.planning.choices import Allowance
+from offload_engine.planning.memory import Excess
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.schedule import Action
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 
-_TIMED_STEP: Final = 2
-"""Of those after the first with optimizer state: there host memory may become one piece, and the allocator, which was
-trimmed, reserves what it needs. Both take as long."""
 _MAX_TRIES: Final = 8
 """To measure a step whose chunks can be planned."""
 _WINDOW_STEPS: Final = 50
-_UNUSED: Final = 1 / 32
-"""Of the budget: if as much was left for a whole window, more is kept."""
-_GIB: Final = 1 << 30
 _US: Final = 1e3
 """Of a millisecond."""
 
@@ -72,17 +69,13 @@ class BudgetController(BudgetView):
         decider = Decider(nbytes, context, policy, is_early_certain=is_early_certain)
         super().__init__(decider, LastStep(context.device, gauge))
         self._device: Device = context.device
-        self._keeping = keeping
-        self._optimizers = OptimizerWatch()
         self._recorder: MeasuringRecorder | None = None
         self._verifier, self._idleness = Verifier(decider), Idleness(is_early_certain)
-        self._floor_ms = 0.0
+        self._floor = FloorSteps(self._margin)
         self._num_steps = self._num_tries = 0
-        self._num_steps_without_state: int | None = None  # None: an optimizer is yet to step
         self._has_trimmed = False  # for the first decision
-        self._wants_measure = False
-        self._recomputed: frozenset[Slot] = frozenset()
-        self._is_settled = True  # not in the first step with other groups, which no plan knows
+        self._in_force = InForce(decider, keeping)
+        self._hold = HoldWatch(decider, self._in_force, self._last)
 
     # -- the engine calls --------------------------------------------------------------------------------------------
 
@@ -110,7 +103,7 @@ class BudgetController(BudgetView):
             self._conclude(is_combined)
         if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
             if not self.decider.is_decided(tuple(actions)):
-                self._allow(self.decider.decide(tuple(actions), is_alone=True))
+                self._in_force.allow(self.decider.decide(tuple(actions), is_alone=True))
 
     def start_with(self, saved: SavedPlan | None, source: str) -> None:
         """Begin with a decision that was made before, without measuring; it is watched as any other.
@@ -123,7 +116,7 @@ class BudgetController(BudgetView):
         """
         allowance = self.decider.take(saved, source)
         if allowance is not None:
-            self._allow(allowance)
+            self._in_force.allow(allowance)
             self.state = State.HOLD  # it may be already, by another plan
 
     @property
@@ -135,8 +128,8 @@ class BudgetController(BudgetView):
         """Note what the iteration took that is over; see `LastStep.end`."""
         self._last.end(stats, num_chunks)
         self._idleness.note(self._last.chunk_bytes)
-        if self._margin is not None and self.state in (State.FLOOR, State.MEASURE):
-            self._margin.note(self._last.held_bytes(), self._last.peak_bytes)
+        if self.state in (State.FLOOR, State.MEASURE):
+            self._floor.note(self._last)
 
     def abandon(self) -> None:
         """Forget the running iteration, which has raised. Idempotent."""
@@ -144,7 +137,7 @@ class BudgetController(BudgetView):
 
     def close(self) -> None:
         """Stop watching optimizers. Idempotent."""
-        self._optimizers.close()
+        self._floor.optimizers.close()
 
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended, on each rank that now agrees with this one."""
@@ -167,30 +160,34 @@ class BudgetController(BudgetView):
             self._conclude_floor()
         elif self.state is State.HOLD:
             self._watch()
-        elif not self._is_settled:
-            self._is_settled = True
-        elif self.state is State.MEASURE:
-            self._conclude_measuring(is_combined)
-        else:
+        elif self.state is State.VERIFY:
             self._verify()
+        elif not self._in_force.is_settled:
+            self._in_force.is_settled = True
+        else:
+            self._conclude_measuring(is_combined)
 
     def _conclude_floor(self) -> None:
-        """Trim once optimizers have their state: what steps reserve in vain from there on, they do in the long run."""
-        if self._num_steps_without_state is None:
-            [lacks_state] = self.decider.meet((int(not self._optimizers.has_state(self._num_steps)),))  # on a rank
-            if not lacks_state:
-                self._num_steps_without_state = self._num_steps
-                self._optimizers.close()
-                self._gauge.trim()
-        elif self._num_steps - self._num_steps_without_state >= _TIMED_STEP:
-            self._floor_ms = self._last.milliseconds
-            self._go(State.MEASURE)
+        """Trim once optimizers have their state: what steps reserve in vain from there on, they do in the long run.
+
+        One more step comes before the measured one: in it host memory may become one piece, and the allocator reserves
+        what it needs.
+        """
+        if self._floor.has_state:
+            self._floor.settle(self._last)
+            return self._go(State.MEASURE)
+        has_state = self._floor.optimizers.has_state(self._num_steps)
+        [lacks_state] = self.decider.meet((int(not has_state),))  # on a rank
+        if not lacks_state:
+            self._floor.begin_state()
+            self._gauge.trim()
 
     def _conclude_measuring(self, is_combined: bool) -> None:
         recorder = self._recorder
         assert recorder is not None
         self._num_tries += 1
-        if self.decider.learn(recorder, self._gauge, self._floor_ms, is_combined):
+        self._floor.settle(self._last)
+        if self.decider.learn(recorder, self._gauge, self._floor, is_combined):
             self._decide_first()
         elif self._num_tries >= _MAX_TRIES:
             logger.warning("gpu_budget: no step could be planned, so everything stays offloaded: chunks differ")
@@ -211,88 +208,55 @@ class BudgetController(BudgetView):
         self._num_tries = 0
         self._verifier.begin()
         self._gauge.trim()  # blocks of steps in which everything left fit badly
-        self._allow(allowance)
+        self._in_force.allow(allowance)
         self._go(State.VERIFY)
 
     def _verify(self) -> None:
-        """Compare what the step took with what was predicted; correct the model, or be content with it."""
-        assert self.decider.chosen is not None
-        best = self.decider.chosen.best
+        """Compare what the step took with what was predicted; correct the model, or be content with it.
+
+        The first step with other groups, which no plan knows, tells only that even without a plan it is too much.
+        """
         self.measured_bytes, self.measured_ms = self._last.held_bytes(), self._last.milliseconds
         grown = has_outgrown(self.decider, self._last.chunk_bytes)
-        own = self.measured_bytes - best.held_bytes, int(grown), round(_US * self.measured_ms)
-        error, is_outgrown, measured_us = self.decider.agree(own)
+        own = excess_of(self.decider, self.measured_bytes, self._last.peak_bytes)
+        numbers = own.total, own.wasted, int(grown), round(_US * self.measured_ms)
+        total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
-        self.decider.correct_time(measured_us / _US)
-        allowance = self._verifier.judge(error)
+        excess = Excess(total - wasted, wasted)
+        is_settled, self._in_force.is_settled = self._in_force.is_settled, True
+        if is_settled:
+            self.decider.correct_time(measured_us / _US)
+        elif self._verifier.fits(excess):
+            return None
+        allowance = self._verifier.judge(excess)
         if allowance is None:
             self._gauge.reset()
             self._go(State.HOLD)
             return self.log()
-        self._allow(allowance)
+        self._in_force.allow(allowance)
         self._gauge.trim()  # what the decision before has left fits badly
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
         self.measured_bytes = self._last.held_bytes()
-        self._wants_measure |= has_outgrown(self.decider, self._last.chunk_bytes)
+        self._hold.wants_measure |= has_outgrown(self.decider, self._last.chunk_bytes)
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
-        if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._wants_measure),)) != (0,):
+        if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._hold.wants_measure),)) != (0,):
             return self._measure_again("activations have grown")
         if is_window_over:
-            self._use_what_is_left()
-        if not self._is_settled:
-            self._is_settled = True
-            return
-        over = self.measured_bytes - self.decider.budget_bytes
-        if over > 0:
-            self._answer_excess(over)
-        elif is_window_over or self._gauge.peak_bytes() > self._last.peak_bytes:
-            self._gauge.reset()  # a new window; or the peak was between the steps
-
-    def _answer_excess(self, over: int) -> None:
-        is_of_step = self._last.peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
-        if is_of_step:
-            if self.decider.is_at_floor:
-                return  # as has been said; nothing more can leave
-            logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
-            self._keep_less(over)
-        self._gauge.trim()  # else evaluation, or an optimizer, has left the allocator with more
-        self._gauge.reset()
-
-    def _keep_less(self, over: int) -> None:
-        chosen = self.decider.chosen
-        if chosen is None:
-            self._wants_measure = True  # the plan that was given does not fit
-            self._allow(Allowance(Choices(recomputed=self._recomputed)))  # other ranks go on with that
+            self._hold.use_what_is_left()
+        if not self._in_force.is_settled:
+            self._in_force.is_settled = True
         else:
-            self._correct(max(over, self.measured_bytes - chosen.best.held_bytes), is_alone=True)
-
-    def _use_what_is_left(self) -> None:
-        if self.decider.level():
-            self._allow(self.decider.decide())
-        [need] = self.decider.agree((self._last.peak_bytes + self.decider.extra_bytes,))
-        chosen = self.decider.chosen
-        is_unused = self.decider.budget_bytes - need > _UNUSED * self.decider.budget_bytes
-        if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
-            self._correct((need - chosen.best.held_bytes) // 2)
-
-    def _correct(self, error: int, is_alone: bool = False) -> None:
-        self.decider.correct(error)
-        self._allow(self.decider.decide(is_alone=is_alone))
-
-    def _allow(self, allowance: Allowance) -> None:
-        self._keeping.allow(allowance)
-        self.decider.apply(allowance.choices)
-        self._is_settled &= allowance.choices.recomputed == self._recomputed
-        self._recomputed = allowance.choices.recomputed
+            self._hold.answer(self.measured_bytes, is_window_over)
 
     def _measure_again(self, why: str) -> None:
-        self._wants_measure = False
+        self._hold.wants_measure = False
+        self._floor.forget()
         logger.info("gpu_budget: %s, so one more step is measured with everything offloaded", why)
         self._gauge.trim()
-        self._allow(Allowance())
+        self._in_force.allow(Allowance())
         self._go(State.MEASURE)
 
 

@@ -11,12 +11,14 @@ from typing import Final
 from offload_engine._budget.agreement import (
     Agree,
     agreed_link,
-    agreed_ms,
+    agreed_numbers,
     agreed_options,
     are_alike,
     text_of_shapes,
 )
 from offload_engine._budget.allowing import TOLERANCE, allowance_of
+from offload_engine._budget.floor import FloorSteps
+from offload_engine._budget.known import Known
 from offload_engine._budget.learn import learned
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
@@ -26,22 +28,21 @@ from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance, Choices, Slot
-from offload_engine.planning.choose import Chosen, choose, remeasured, retimed
+from offload_engine.planning.choose import Chosen, retimed
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.memory import Job, MemoryModel
+from offload_engine.planning.memory import Excess, Job
 from offload_engine.planning.predict import Costs, measured_busy_ratio
-from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
-from offload_engine.planning.steps import Steps
 from offload_engine.schedule import Action
 
 logger = logging.getLogger(__name__)
 
 _LINK_BYTES: Final = 32 << 20
-_WASTED_SHARE: Final = 1 / 2
-"""Of what the floor has reserved in vain: by so much that of another decision may be more. (Eleven budgets on an H200
-differed from the floor by at most three quarters, mostly by less than a half.)"""
+_WASTED_SHARE: Final = 2 / 5
+"""Of what the floor has reserved in vain: by so much more another decision may hold than predicted. (Twelve budgets on
+an H200: by at most 0.26.)"""
 
 
 class Decider:
@@ -65,6 +66,7 @@ class Decider:
         chosen: the decision in force, and what else could have been; None before the first.
         actions: that it is for.
         guard_bytes: of the budget, that a decision is to leave, by what is predicted.
+        known: what it decides by; None before a step has been measured.
     """
 
     def __init__(
@@ -78,27 +80,33 @@ class Decider:
         self.apply: Callable[[Choices], None] = lambda choices: None
         self.chosen: Chosen | None = None
         self.guard_bytes: int = 0
+        self.known: Known | None = None
         self._context = context
         self._policy = policy
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
         self._is_checked = False
-        self._job: Job | None = None
-        self._model: MemoryModel | None = None
-        self._costs = Costs()
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
-        self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated, whatever memory is corrected by
         self.actions: tuple[Action, ...] = ()
 
     @property
     def has_model(self) -> bool:
         """Return whether a step has been measured."""
-        return self._model is not None
+        return self.known is not None
 
     @property
     def extra_bytes(self) -> int:
         """Return what the process holds besides its peak of allocated bytes, by what is known now."""
-        return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
+        if self.known is None or self.chosen is None:
+            return 0
+        return self.known.overhead_bytes(self.chosen, self.actions)
+
+    @property
+    def margin_bytes(self) -> int:
+        """Return by how much a step may hold more than another one with the decision in force, as far as is known."""
+        if self.known is None or self.chosen is None:
+            return 0
+        return round(self.known.varied_share * self.chosen.best.resident_bytes)
 
     @property
     def is_alone(self) -> bool:
@@ -154,13 +162,13 @@ class Decider:
             self._taken.check(self._policy.slots(), self.meet)
             self._is_checked = True
 
-    def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
+    def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor: FloorSteps, is_combined: bool) -> bool:
         """Make the model of a step that was measured with everything offloaded.
 
         Args:
             recorder: of the step; blocks until the device has come to its end.
             gauge: not reset since the step ended.
-            floor_ms: of a step like it that was not measured.
+            floor: other steps like it.
             is_combined: each forward runs together with the next backward.
 
         Returns:
@@ -173,45 +181,46 @@ class Decider:
         if shapes is None or cannot:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
-        self._job, self._model, wasted = learned(job, recorder, gauge, self.agree, self._is_early_certain)
-        link = _measured_link(self._context, self._job.shapes, meet, self.start_together)
+        job, model, wasted = learned(job, recorder, gauge, self.agree, self._is_early_certain)
+        link = _measured_link(self._context, job.shapes, meet, self.start_together)
         link = agreed_link(self.agree, link)
-        options = agreed_options(self.agree, self.find_options(self._job.shapes))
-        self._costs = Costs(link, options=options, floor_ms=agreed_ms(self.agree, floor_ms))
+        options = agreed_options(self.agree, self.find_options(job.shapes))
+        floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
+        self.known = Known(job, model, Costs(link, options=options, floor_ms=floor_ms), varied_share)
         self.guard_bytes = round(_WASTED_SHARE * wasted)
         self._decisions.clear()
-        self._steps.clear()
         return True
 
-    def correct(self, nbytes: int) -> None:
-        """Take in that steps hold so many bytes more than predicted; what was decided before is void."""
-        assert self._model is not None
-        self._model = self._model.corrected(nbytes)
+    def correct(self, excess: Excess) -> None:
+        """Take in that steps hold so much more than predicted; what was decided before is void."""
+        assert self.known is not None
+        self.known.model = self.known.model.corrected(excess)
         self._decisions.clear()
 
-    def take_in(self, error: int) -> None:
-        """Take in that steps hold so many bytes more than predicted. The decision stays, and predictions change.
+    def take_in(self, excess: Excess) -> None:
+        """Take in that steps hold so much more than predicted. The decision stays, and predictions change.
 
         Where they hold less only that of this decision: others are bounds from above.
         """
-        assert self.chosen is not None and self._model is not None
-        held = self.chosen.best.held_bytes + error
-        self.correct(max(0, error))
-        self.chosen = remeasured(self.chosen, held, self._model, self._steps_of(self.actions))
+        assert self.chosen is not None and self.known is not None
+        held = self.chosen.best.held_bytes + excess.total
+        self.correct(excess if excess.total > 0 else Excess())
+        self.chosen = self.known.remeasured(self.chosen, self.actions, held)
         self._decisions[self.actions] = self.chosen
 
     def go_back(self, to: Chosen) -> Allowance:
         """Return to a decision that was in force, as `take_in` has left it."""
-        self.chosen = self._decisions[self.actions] = retimed(to, self._costs.busy_ratio)
+        assert self.known is not None
+        self.chosen = self._decisions[self.actions] = retimed(to, self.known.costs.busy_ratio)
         return allowance_of(self.chosen, self._shapes())
 
     def level(self) -> bool:
         """Take over the largest correction of the ranks that decide alike; return whether one had another."""
-        own = 0 if self._model is None else self._model.correction_bytes
+        own = 0 if self.known is None else self.known.model.correction_bytes
         high, low = self.agree((own, -own))
-        if high == -low or self._model is None:
+        if high == -low or self.known is None:
             return False
-        self.correct(high - own)
+        self.correct(Excess(high - own))
         return True
 
     def decide_first(self) -> Allowance:
@@ -234,10 +243,14 @@ class Decider:
 
     def correct_time(self, measured_ms: float) -> None:
         """Take in how long a step of the decision in force takes. It stays as it is, and all predictions change."""
-        assert self.chosen is not None
+        known = self.known
+        assert self.chosen is not None and known is not None
+        found = known.refit(self.chosen, self.actions, measured_ms)
+        if found is not None:
+            self.chosen, self._decisions = found, {self.actions: found}
         before, most = self.chosen.busy_ratio, self.chosen.most_busy_ratio
         ratio = measured_busy_ratio(self.chosen.best, before, measured_ms, most)
-        self._costs = dataclasses.replace(self._costs, busy_ratio=ratio)
+        known.costs = dataclasses.replace(known.costs, busy_ratio=ratio)
         self._decisions = {actions: retimed(each, ratio) for actions, each in self._decisions.items()}
         self.chosen = self._decisions[self.actions]
 
@@ -252,8 +265,8 @@ class Decider:
         Raises:
             BudgetError: in the first decision, if the budget is below the floor. Later ones choose the floor.
         """
-        assert self._job is not None
-        self.actions = actions or self._job.actions
+        assert self.known is not None
+        self.actions = actions or self.known.job.actions
         found = self._decisions.get(self.actions)
         if found is None:
             recomputed = recomputed_by(self.chosen) if is_alone and not self.is_alone else None
@@ -265,35 +278,19 @@ class Decider:
         """Return whether the decision in force is for steps of these actions, or these cannot be planned."""
         return not actions or actions == self.actions or self._policy.shapes(actions) is None
 
-    def bytes_of_chunks(self) -> list[int]:
-        """Return how many bytes each chunk saves by the decision in force, by virtual stage."""
-        shapes = self._shapes()
-        if self.chosen is not None:
-            choices = self.chosen.best.decision.choices
-            shapes = with_recomputation(shapes, options_of(self._costs.options, choices.recomputed))
-        return [sum(group.nbytes for group in shape.groups) for shape in shapes]
-
     def _shapes(self) -> Shapes:
-        return () if self._job is None else self._job.shapes
+        return () if self.known is None else self.known.job.shapes
 
     def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
-        assert self._model is not None
-        steps, guard = self._steps_of(actions), self.guard_bytes
-        arguments = steps.job, self._model, self.budget_bytes, self._costs
+        known, guard = self.known, self.guard_bytes + self.margin_bytes
+        assert known is not None
         try:
-            return choose(*arguments, recomputed=recomputed, steps=steps, guard_bytes=guard)
+            return known.choose(actions, self.budget_bytes, guard_bytes=guard, recomputed=recomputed)
         except BudgetError as error:
             if self.chosen is None and self._taken is None:
                 raise
             logger.warning("%s", error)
-            return choose(*arguments, recomputed=recomputed, must_fit=False, steps=steps)
-
-    def _steps_of(self, actions: tuple[Action, ...]) -> Steps:
-        assert self._job is not None
-        if actions not in self._steps:
-            job = dataclasses.replace(self._job, actions=actions)
-            self._steps[actions] = Steps(job, self._costs.link, self._costs.options)
-        return self._steps[actions]
+            return known.choose(actions, self.budget_bytes, recomputed=recomputed, must_fit=False)
 
 
 def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_together: Callable[[], None]) -> Link:
@@ -312,5 +309,20 @@ def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:
 
 def has_outgrown(decider: Decider, chunk_bytes: float) -> bool:
     """Return whether chunks save more than what was measured, so that all else may have grown, too."""
-    measured = decider.bytes_of_chunks()
+    if decider.known is None:
+        return False
+    measured = decider.known.chunk_bytes(decider.chosen)
     return bool(measured) and chunk_bytes > TOLERANCE * sum(measured) / len(measured)
+
+
+def excess_of(decider: Decider, held_bytes: int, peak_bytes: int) -> Excess:
+    """Return what a step of the decision in force held beyond its prediction.
+
+    Args:
+        decider: has the decision.
+        held_bytes: by the process, at the most.
+        peak_bytes: allocated, at the most.
+    """
+    assert decider.chosen is not None
+    wasted = held_bytes - peak_bytes - decider.extra_bytes
+    return Excess(held_bytes - decider.chosen.best.held_bytes - wasted, wasted)

@@ -19,6 +19,8 @@ class LastStep:
         gauge: measures memory.
         has_ended: it was not abandoned.
         peak_bytes: the most that was allocated in it, or since an earlier reset of the gauge.
+        end_bytes: that the process held when it ended, or since an earlier reset of the gauge.
+        num_chunks: that saved in it.
         chunk_bytes: saved by each of its chunks, on average.
         milliseconds: that it took, if it was timed, up to the next one; see `settle`.
     """
@@ -27,9 +29,10 @@ class LastStep:
         self.gauge: MemoryGauge = gauge
         self.has_ended: bool = False
         self.peak_bytes: int = 0
+        self.end_bytes: int = 0
+        self.num_chunks: int = 0
         self.chunk_bytes: float = 0.0
         self.milliseconds: float = 0.0
-        self._held_bytes = 0
         self._device = device
         self._is_timed = False
         self._begin_mark: TimeMark = None
@@ -51,7 +54,8 @@ class LastStep:
         """
         if isinstance(self.gauge, ResidentGauge):
             self.gauge.restore()
-        self.peak_bytes, self._held_bytes = self.gauge.peak_bytes(), self.gauge.held_bytes()
+        self.peak_bytes, self.end_bytes = self.gauge.peak_bytes(), self.gauge.held_bytes()
+        self.num_chunks = num_chunks
         self.chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
         self._end_mark = self._mark()
         self.has_ended = bool(num_chunks) or not stats.managed_bytes
@@ -70,7 +74,7 @@ class LastStep:
 
     def held_bytes(self) -> int:
         """Return what the process held in it and behind it, where another engine may have reset the peak."""
-        return max(self._held_bytes, self.gauge.held_bytes())
+        return max(self.end_bytes, self.gauge.held_bytes())
 
     def _mark(self) -> TimeMark:
         return self._device.mark_time(self._device.current_stream()) if self._is_timed else None

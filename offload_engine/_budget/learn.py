@@ -31,7 +31,7 @@ def learned(
     overhead, wasted = max(0, gauge.held_bytes() - peak), max(0, gauge.held_bytes() - gauge.outside_bytes() - peak)
     waits = recorder.finish().get().waits
     job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, recorder.intervals(), waits)))
-    memory = MeasuredMemory(recorder.boundaries, between, overhead)
+    memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     model = make_memory_model(job, memory, is_early_certain=is_early_certain)
     [wasted] = agree((wasted,))
     return job, agreed_model(agree, model, job.residents(Choices()).before), wasted

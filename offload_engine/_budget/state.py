@@ -18,7 +18,7 @@ class State(enum.Enum):
     """What the next step is for."""
 
     FLOOR = enum.auto()
-    """Everything is offloaded, until an optimizer has stepped, and for the time of one step more."""
+    """Everything is offloaded, until an optimizer has stepped, and for one step more."""
     MEASURE = enum.auto()
     """Everything is offloaded, and measured."""
     VERIFY = enum.auto()

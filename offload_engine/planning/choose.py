@@ -112,6 +112,17 @@ def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps
     return chosen._replace(best=best, floor=ends[floor.decision], top=ends[top.decision], curve=_improving(curve))
 
 
+def refitted(chosen: Chosen, predictor: Predictor) -> Chosen:
+    """Return what was chosen, with the times of a predictor that was fitted to another time of the floor."""
+
+    def again(prediction: Prediction) -> Prediction:
+        return prediction._replace(step_ms=predictor.predict(prediction.decision).step_ms)
+
+    best, floor, top = again(chosen.best), again(chosen.floor), again(chosen.top)
+    ratios = predictor.busy_ratio, predictor.most_busy_ratio
+    return Chosen(best, floor, top, _improving(map(again, chosen.curve)), *ratios)
+
+
 def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
     """Return what was chosen, with the times of another ratio; see `Costs.busy_ratio`."""
 

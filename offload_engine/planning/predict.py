@@ -130,19 +130,9 @@ class Predictor:
         return max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0
 
     def _calibrate(self, floor: Outcome) -> None:
-        """Fit simulated times to what was measured with everything offloaded.
-
-        Waits for copies come first: how early a copy completes is what a simulation knows least of. (16 layers on one
-        H200, everything offloaded: 358 ms of simulated waits, 245 of measured ones.) They are not more than simulated:
-        what is left is the same for every decision.
-        """
         self._floor_stalled_ms = floor.stalled_ms
-        if self.costs.floor_ms is None:
-            return
-        over_ms = self.costs.floor_ms - (floor.milliseconds - floor.stalled_ms)
-        if floor.stalled_ms:
-            self._stall_share = min(1.0, max(0.0, over_ms / floor.stalled_ms))
-        self._rest_ms = over_ms - self._stall_share * floor.stalled_ms
+        if self.costs.floor_ms is not None:
+            self._stall_share, self._rest_ms = _fit(floor, self.costs.floor_ms)
 
     def _limit_ratio(self, floor_ms: float) -> None:
         if floor_ms > 0:
@@ -176,11 +166,61 @@ class Predictor:
         return held_with(self.model, self.steps, decision)
 
 
+def _fit(floor: Outcome, floor_ms: float) -> tuple[float, float]:
+    """Fit simulated times to what was measured with everything offloaded.
+
+    Waits for copies come first: how early a copy completes is what a simulation knows least of. (16 layers on one
+    H200, everything offloaded: 358 ms of simulated waits, 245 of measured ones.) They are not more than simulated:
+    what is left is the same for every decision.
+
+    Returns:
+        The share of simulated waits that is real, and the ms that are not simulated.
+    """
+    over_ms = floor_ms - floor.busy_ms
+    share = min(1.0, max(0.0, over_ms / floor.stalled_ms)) if floor.stalled_ms else 1.0
+    return share, over_ms - share * floor.stalled_ms
+
+
+def floor_ms_of(other: Outcome, floor: Outcome, floor_ms: float) -> float:
+    """Return what a step of other actions takes with everything offloaded, by what was measured of one.
+
+    As large a share of its simulated waits is real, and what is not simulated grows with its compute.
+
+    Args:
+        other: simulated, with everything offloaded.
+        floor: the same, of the actions that were measured.
+        floor_ms: measured.
+    """
+    share, rest_ms = _fit(floor, floor_ms)
+    scale = other.busy_ms / floor.busy_ms if floor.busy_ms else 1.0
+    return other.busy_ms + share * other.stalled_ms + scale * rest_ms
+
+
+def refitted_floor_ms(
+    floor: Outcome, floor_ms: float, prediction: Prediction, busy_ratio: float, measured_ms: float
+) -> float:
+    """Return what a step takes with everything offloaded: less than was measured, where a later step shows that.
+
+    The measured one may have been held up, which is in all predictions. Only as much is taken from it as no simulation
+    explains, unless the later step waits for copies as long.
+
+    Args:
+        floor: simulated, with everything offloaded.
+        floor_ms: measured.
+        prediction: of the later step, by these.
+        busy_ratio: that it was predicted with; see `Costs`.
+        measured_ms: of the later step.
+    """
+    over_ms = _unslowed_ms(prediction, busy_ratio) - measured_ms
+    if prediction.busy >= _LEAST_BUSY:
+        over_ms = min(over_ms, _fit(floor, floor_ms)[1])
+    return floor_ms - max(0.0, over_ms)
+
+
 def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:
     """Predict what the process holds at the most, with a decision about a step."""
     job, _, residents = steps.planned(decision)
-    early, correction = model.early_share(job, decision.choices), model.correction_share(residents)
-    return model.held_with(residents.before, early, correction)
+    return model.held_with(residents, model.early_share(job, decision.choices))
 
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:

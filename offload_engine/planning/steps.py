@@ -47,6 +47,11 @@ class Outcome:
         """Return how long compute waits for copies."""
         return sum(self.stalls.values())
 
+    @property
+    def busy_ms(self) -> float:
+        """Return how long the step takes without those waits."""
+        return self.milliseconds - self.stalled_ms
+
 
 class Steps:
     """Plans and simulates the steps of one job, each decision once.

@@ -218,11 +218,11 @@ def test_budgets_between_floor_and_no_offload_hold_and_change_no_result(make: Ma
         make(config(gpu_budget=lowest - 1, recompute="off")).steps(8)
 
 
-def test_it_is_held_within_five_steps_that_measure_memory_at_every_boundary() -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(7)
+def test_it_is_held_after_four_steps_that_measure_memory_at_every_boundary() -> None:
+    job = ByHand(config(gpu_budget=1 << 40)).steps(6)
     floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
-    assert job.states == [floor, floor, floor, measure, verify, State.HOLD, State.HOLD]
-    measured = job.controller.decider._model.other_bytes
+    assert job.states == [floor, floor, measure, verify, State.HOLD, State.HOLD]
+    measured = job.controller.decider.known.model.other_bytes
     for chunk in {action.chunk for action in job.actions(4)}:
         for index in range(2 * DEPTH):
             assert Boundary(COMMIT, chunk, index) in measured
@@ -280,6 +280,18 @@ def test_a_plan_is_saved_and_given_back(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_text() == file.read_text()
 
 
+def test_a_plan_that_is_outgrown_is_measured_again(tmp_path: Path) -> None:
+    """No step has been timed before."""
+    budget, file = 1 << 40, tmp_path / "plan.json"
+    save_plan(ByHand(config(gpu_budget=budget)).steps(8).engine, file)
+    resumed = ByHand(config(gpu_budget=budget))
+    load_plan(resumed.engine, file)
+    resumed.steps(2)
+    resumed.controller._hold.wants_measure = True
+    assert State.MEASURE in resumed.steps(4).states and resumed.states[-1] is State.HOLD
+    assert resumed.summary.predicted_step_ms < 1e4
+
+
 def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used(tmp_path: Path) -> None:
     file, most = tmp_path / "plan.json", most_of()
     save_plan(ByHand(config(gpu_budget=1 << 40)).steps(6).engine, file)
@@ -307,7 +319,7 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_a_measured_step_measures_the_next() -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(3)
+    job = ByHand(config(gpu_budget=1 << 40)).steps(2)
     with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
         raise ZeroDivisionError
     assert job.controller.state is State.MEASURE and job.steps(3).states[-1] is State.HOLD
@@ -415,7 +427,7 @@ class Fragments(Allocator):
         self._controller, self._in_floor, self._of_steps = controller, in_floor, of_steps or (in_floor,)
 
     def _note(self) -> None:
-        number = self._controller.num_planning_steps - 5
+        number = self._controller.num_planning_steps - 4
         wasted = self._in_floor if number < 0 else self._of_steps[min(number, len(self._of_steps) - 1)]
         self._reserved = max(self._reserved, self.peak_bytes() + wasted + self.before_trim * (not self.num_trims))
 
@@ -432,6 +444,7 @@ def waiting(job: ByHand, wait_ms: float = 1.0) -> ByHand:
     decide = type(decider)._choose.__get__(decider)
 
     def choose(*arguments: Any) -> Any:
+        decider.known.refit = lambda *_: None  # these times are made up
         found = decide(*arguments)
         best = found.best._replace(exposed_ms={"layer": wait_ms}, step_ms=found.best.step_ms + found.best.num_moves)
         return found._replace(best=best)
@@ -461,7 +474,8 @@ def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
     job.steps(10)
     assert_same_training(job, reference)
     assert job.states[-1] is State.HOLD and State.HOLD in job.states[:8]
-    assert 3 <= gauge.num_trims <= 5 and job.controller.decider._model.correction_bytes > 0
+    model = job.controller.decider.known.model
+    assert 3 <= gauge.num_trims <= 5 and model.overhead_bytes > model.wasted_bytes  # which were the same at first
     assert gauge.held_bytes() <= budget
 
 
@@ -502,18 +516,18 @@ def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_co
     gauge.before_trim = most
     job.steps(8)
     # Copies are threads: a step before may have held more at its peak than the measured one.
-    assert 10 * KIB <= job.controller.decider._model.overhead_bytes < most // 4
+    assert 10 * KIB <= job.controller.decider.known.model.overhead_bytes < most // 4
 
 
-def test_the_first_decision_leaves_half_of_what_the_floor_reserves_in_vain() -> None:
+def test_the_first_decision_leaves_a_part_of_what_the_floor_reserves_in_vain() -> None:
     """Fragments of a decision are not those of the floor: planned steps held 770 MiB more than their budget."""
     wasted = 100 * KIB
     budget = BASE + wasted + round(0.8 * most_of())
-    job, gauge = on_fragments(budget, wasted, wasted * 3 // 2)
+    job, gauge = on_fragments(budget, wasted, wasted * 5 // 4)
     while State.HOLD not in job.states:
         waiting(job, 0.0).step()  # on a busy machine measured copies are late, and what was left would be used
     assert job.states[-2:] == [State.VERIFY, State.HOLD]  # no step was above, so nothing is corrected
-    assert job.controller.decider.guard_bytes >= wasted // 2
+    assert job.controller.decider.guard_bytes >= 2 * wasted // 5
     assert gauge.held_bytes() <= budget and job.controller.measured_bytes <= budget
     assert job.summary.predicted_peak_bytes == job.controller.measured_bytes
 
@@ -526,7 +540,7 @@ def test_what_a_first_decision_leaves_is_used_and_given_back_where_it_was_too_mu
         for _ in range(10):
             waiting(job).step()
         assert job.states[-1] is State.HOLD
-        first, used, last = job.moved[4], job.moved[5], job.moved[-1]
+        first, used, last = job.moved[3], job.moved[4], job.moved[-1]
         assert used < first
         verified = job.states.count(State.VERIFY)
         assert (verified, last) == ((2, used) if second < wasted else (3, first))
@@ -549,6 +563,21 @@ def test_a_peak_between_two_steps_changes_no_decision_and_growth_of_all_else_kee
     job.steps(3)
     assert job.states[-1] is State.HOLD and job.moved[-1] > job.moved[5]
     assert gauge.held_bytes() <= budget
+
+
+def test_what_each_step_reserves_in_vain_keeps_less_where_returning_it_does_not_help() -> None:
+    """Else each step would be above the budget, and each would begin with an empty allocator."""
+    budget = BASE + 20 * KIB + round(0.8 * most_of())
+    job, gauge = on_fragments(budget, 10 * KIB)
+    job.steps(8)
+    assert job.states[-1] is State.HOLD and gauge.held_bytes() <= budget
+    moved, num_trims = job.moved[-1], gauge.num_trims
+    gauge._of_steps = (100 * KIB,)
+    job.steps(6)
+    assert job.moved[-1] > moved and gauge.num_trims >= num_trims + 2
+    num_trims = gauge.num_trims
+    job.steps(3)
+    assert gauge.num_trims == num_trims and gauge.held_bytes() <= budget
 
 
 def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.MonkeyPatch) -> None:

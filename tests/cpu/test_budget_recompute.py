@@ -18,9 +18,11 @@ from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
 from offload_engine.plan_files import load_plan, save_plan
 from tests.cpu.test_budget import (
+    BASE,
     DEPTH,
     HIDDEN,
     ByLayers,
+    Fragments,
     assert_same_training,
     config,
 )
@@ -120,11 +122,24 @@ def test_inputs_of_checkpointed_layers_are_offloaded_until_it_is_removed() -> No
     assert job.recomputed() == list(range(DEPTH))
     assert job.handle._groups._checkpointed == set(job.model)  # so what is read is released at once
     assert job.moved[-1] == (DEPTH - 2) * INPUT_BYTES  # the first has no gradient, the last stays
-    assert [layer.num_runs for layer in job.model] == [4 + 2 * 4] * DEPTH  # four steps are measured
+    assert [layer.num_runs for layer in job.model] == [3 + 2 * 5] * DEPTH  # three steps are measured
     job.handle.remove()
     assert not job.recomputed()
     job.model(torch.randn(ROWS, HIDDEN)).square().mean().backward()
-    assert [layer.num_runs for layer in job.model] == [4 + 2 * 4 + 1] * DEPTH
+    assert [layer.num_runs for layer in job.model] == [3 + 2 * 5 + 1] * DEPTH
+
+
+def test_the_first_step_with_checkpoints_that_is_above_the_budget_is_the_only_one() -> None:
+    """No plan knows its groups, so it is not verified; but it must not take another one to keep less."""
+    job = NetJob(Net(), gpu_budget=BASE + 2 * lowest())
+    gauge = job.controller._last.gauge = Fragments(job.controller, job.engine, 0, (BASE, 0))
+    while not job.recomputed():
+        assert len(job.states) < 5
+        job.step(1)
+    assert gauge.held_bytes() > job.summary.budget_bytes
+    num_trims = gauge.num_trims
+    job.step(1)
+    assert gauge.num_trims == num_trims + 1 and gauge.held_bytes() <= job.summary.budget_bytes
 
 
 def test_off_forbids_it() -> None:

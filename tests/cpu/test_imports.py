@@ -42,7 +42,8 @@ LAYERS = {
         _policy.shape_log _policy.planned _policy.keeping _policy.choose _policy.executor _budget _budget.gauge
         _budget.link _budget.measure _budget.optimizers group_boundaries chunk _budget.last_step _budget.margin
         _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
-        _budget.learn _budget.taken _budget.decide _budget.verify _budget.view _budget.controller engine_view
+        _budget.floor _budget.known _budget.learn _budget.taken _budget.decide _budget.in_force _budget.hold
+        _budget.verify _budget.view _budget.controller engine_view
         identities functions graph_captures engine plan_files rehearsal rehearsal.allocated rehearsal.attention
         rehearsal.costs rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device
         rehearsal.forecast rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables

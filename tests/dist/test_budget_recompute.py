@@ -35,7 +35,7 @@ DECIDE = "offload_engine._budget.decide"
 def where_the_link_is_behind() -> Iterator[None]:
     """All but copies takes no time: times of tiny models are left to chance."""
     with mock.patch(f"{DECIDE}.measure_link", return_value=Link(1e-6, 1e-6)):
-        with mock.patch(f"{DECIDE}.agreed_ms", return_value=2e6):
+        with mock.patch(f"{DECIDE}.agreed_numbers", return_value=[2e6, 0.0]):
             yield
 
 

@@ -20,7 +20,7 @@ from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats
 from tests.dist.training import train
 
 NUM_STEPS = 8
-NUM_FREE = 6
+NUM_FREE = 5
 """Steps before the third that goes by a plan, at most: later ones are within the budget."""
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 OVERLAP = {**SHARED, "overlap_moe_expert_parallel_comm": True}

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FloorSteps`: what the steps that offload everything show, besides the measured one."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from offload_engine._budget.allowing import TOLERANCE
+from offload_engine._budget.last_step import LastStep
+from offload_engine._budget.margin import Margin
+from offload_engine._budget.optimizers import OptimizerWatch
+
+_TIMES: Final = 2
+"""What varied over a few steps may vary by more over many; with more than `TOLERANCE` groups leave."""
+
+_ALIKE: Final = 33 / 32
+"""Steps that save within this ratio of each other take as long."""
+
+
+class _Timed(NamedTuple):
+    num_chunks: int
+    chunk_bytes: float
+    milliseconds: float
+
+    def is_like(self, other: _Timed) -> bool:
+        least, most = sorted((self.chunk_bytes, other.chunk_bytes))
+        return self.num_chunks == other.num_chunks and most <= _ALIKE * least
+
+
+class FloorSteps:
+    """Watches the steps before a decision; the first ones, in which libraries are loaded, only for the margin.
+
+    Args:
+        margin: of a budget that is measured, too; None: it is given.
+
+    Attributes:
+        optimizers: tell when their state is there.
+        has_state: it is, on every rank.
+        varied_share: by so much the bytes that a chunk saves may differ from step to step, as routing gives experts now
+            more, now fewer tokens.
+    """
+
+    def __init__(self, margin: Margin | None) -> None:
+        self.optimizers: OptimizerWatch = OptimizerWatch()
+        self.has_state: bool = False
+        self.varied_share: float = 0.0
+        self._saved_bytes: list[float] = []
+        self._timed: list[_Timed] = []
+        self._margin = margin
+
+    @property
+    def milliseconds(self) -> float:
+        """Return what a step like the last one takes: the least of all, as each may be held up."""
+        return min(each.milliseconds for each in self._timed if each.is_like(self._timed[-1]))
+
+    def note(self, last: LastStep) -> None:
+        """Note what a step held and saved that is over."""
+        if self.has_state and last.has_ended and last.chunk_bytes:
+            self._saved_bytes.append(last.chunk_bytes)
+            varied = max(self._saved_bytes) / min(self._saved_bytes) - 1.0
+            self.varied_share = min(max(self.varied_share, _TIMES * varied), TOLERANCE - 1.0)
+        if self._margin is not None:
+            self._margin.note(last.held_bytes(), last.peak_bytes)
+
+    def settle(self, last: LastStep) -> None:
+        """Note how long a step took, when the next one begins."""
+        self._timed.append(_Timed(last.num_chunks, last.chunk_bytes, last.milliseconds))
+
+    def begin_state(self) -> None:
+        """Note that optimizers have their state."""
+        self.has_state = True
+        self.optimizers.close()
+
+    def forget(self) -> None:
+        """Forget what steps took: later ones save other bytes."""
+        self._timed.clear()
+        self._saved_bytes.clear()

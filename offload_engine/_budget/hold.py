@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HoldWatch`: watches steps while a decision holds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from offload_engine._budget.decide import Decider, excess_of
+from offload_engine._budget.in_force import InForce
+from offload_engine._budget.last_step import LastStep
+from offload_engine.planning.choices import Allowance, Choices
+from offload_engine.planning.memory import Excess
+
+logger = logging.getLogger(__name__)
+
+_UNUSED: Final = 1 / 32
+"""Of the budget: if as much was left for a whole window, more is kept."""
+_GIB: Final = 1 << 30
+
+
+class HoldWatch:
+    """Keeps less at once where a step went over the budget, more where steps were well below for long.
+
+    Args:
+        decider: has the decision that holds.
+        in_force: told of another one.
+        last: what the last step took.
+
+    Attributes:
+        wants_measure: the decision that holds is of no use any more.
+    """
+
+    def __init__(self, decider: Decider, in_force: InForce, last: LastStep) -> None:
+        self.wants_measure: bool = False
+        self._has_trimmed = False  # right before the step that is over
+        self._decider = decider
+        self._in_force = in_force
+        self._last = last
+
+    def answer(self, held_bytes: int, is_window_over: bool) -> None:
+        """Take in what the process has held, in the last step or behind it."""
+        gauge = self._last.gauge
+        if held_bytes > self._decider.budget_bytes:
+            return self._answer_excess(held_bytes)
+        self._has_trimmed = False
+        if is_window_over or gauge.peak_bytes() > self._last.peak_bytes:
+            gauge.reset()  # a new window; or the peak was between the steps
+
+    def _answer_excess(self, held_bytes: int) -> None:
+        decider, gauge = self._decider, self._last.gauge
+        over = held_bytes - decider.budget_bytes
+        is_allocated = self._last.peak_bytes + decider.extra_bytes > decider.budget_bytes
+        if is_allocated or (self._has_trimmed and self._last.end_bytes > decider.budget_bytes):
+            if decider.is_at_floor:
+                return  # as has been said; nothing more can leave
+            logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
+            self._keep_less(over, held_bytes)
+        self._has_trimmed = True
+        gauge.trim()  # else evaluation, or an optimizer, has left the allocator with more
+        gauge.reset()
+
+    def use_what_is_left(self) -> None:
+        """Keep more at the end of a window that left much of the budget; take over what other ranks have corrected."""
+        decider = self._decider
+        if decider.level():
+            self._in_force.allow(decider.decide())
+        [need] = decider.agree((self._last.peak_bytes + decider.extra_bytes,))
+        chosen = decider.chosen
+        is_unused = decider.budget_bytes - need > _UNUSED * decider.budget_bytes
+        if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
+            self._correct(Excess((need - chosen.best.held_bytes) // 2))
+
+    def _keep_less(self, over: int, held_bytes: int) -> None:
+        chosen = self._decider.chosen
+        if chosen is None:
+            self.wants_measure = True  # the plan that was given does not fit
+            self._in_force.allow(
+                Allowance(Choices(recomputed=self._in_force.recomputed))
+            )  # other ranks go on with that
+        else:
+            excess = excess_of(self._decider, held_bytes, self._last.peak_bytes)
+            short = max(0, over - excess.total)  # where more than the budget was predicted
+            self._correct(Excess(max(0, excess.allocated) + short, excess.wasted), is_alone=True)
+
+    def _correct(self, excess: Excess, is_alone: bool = False) -> None:
+        self._decider.correct(excess)
+        self._in_force.allow(self._decider.decide(is_alone=is_alone))
