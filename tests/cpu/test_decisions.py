@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
+from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.planning.planner import Planner
 from offload_engine.schedule import Action
@@ -91,6 +93,16 @@ def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
     pool.give_back(lease, ())
     pool.thaw()
     assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
+
+
+@pytest.mark.parametrize(
+    ("need", "expected"), [(64, pytest.raises(OffloadError, match="none can be")), (65, nullcontext())]
+)
+def test_a_frozen_pool_refuses_what_only_the_freeze_forbids(need: int, expected: Any) -> None:
+    pool, _ = make_pool(limit_bytes=64)
+    pool.freeze()
+    with expected:
+        assert pool.lend(need) is None
 
 
 # -- policies and what they count -------------------------------------------------------------------------------------

@@ -325,6 +325,19 @@ def test_they_are_issued_in_order_and_before_an_undelayed_one_and_a_reset_forget
     bench.finish()
 
 
+def test_they_count_for_the_horizon() -> None:
+    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+    chunk = bench.start(FIRST)
+    delay(bench, chunk, 4)
+    chunk.end_forward()
+    release_all(bench.engine)
+    assert bench.resident_groups == 0
+    bench.begin_backward(chunk)
+    assert bench.resident_groups == 3, "twice the largest ahead"
+    bench.backward(chunk)
+    bench.finish()
+
+
 def test_they_are_issued_before_the_storage_is_taken_from_its_holders() -> None:
     bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
     chunk, held = bench.start(FIRST), torch.ones(GROUP_BYTES, dtype=torch.uint8)

@@ -152,6 +152,11 @@ def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_the_rest_take
         plan_step(parse_actions("F0.0 B0.0"), (shape,), skip=("keep",))
 
 
+def test_a_group_whose_module_runs_again_leaves_late_also_if_it_is_the_only_one() -> None:
+    shape = ChunkShape((GroupShape("shared", nbytes=2, unkeep_count=1),))
+    assert lines_of(plan_step(parse_actions("F0.0 B0.0"), (shape,)))[0] == "F0.0:0/unkeep OUT 0.0:0"
+
+
 def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None:
     """Else the forward behind would release its own groups, each as soon as its copy-out is issued."""
     shape, actions = ChunkShape(layers(4, "attention", "mlp")), parse_actions("F0.0 F0.1 B0.0 B0.1")
