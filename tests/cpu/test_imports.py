@@ -44,7 +44,7 @@ LAYERS = {
         _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
         _budget.learn _budget.taken _budget.decide _budget.verify _budget.view _budget.controller engine_view
         functions graph_captures engine plan_files rehearsal rehearsal.allocated rehearsal.attention
-        rehearsal.costs rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device
+        rehearsal.costs rehearsal.failures rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device
         rehearsal.forecast rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables
         rehearsal.chosen rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
