@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_engine.planning.choices import Choices, slots_of
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT
 from offload_engine.planning.plan import Plan, diff_plans, format_plan, parse_plan, validate_plan
 from offload_engine.planning.planner import PASSES, Planner, plan_step
@@ -198,6 +199,9 @@ def test_plans_are_memoised_by_their_inputs() -> None:
     assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) is under_budget
     assert planner.plan_step(no_pipelining(1), shapes, is_combined=True) is not first  # forgets the first
     assert planner.plan_step(no_pipelining(1), shapes) is not first
+    last, kept = Planner(max_plans=1), Choices(frozenset(slots_of(0, shapes[0].groups)))
+    choice = last.plan_step(no_pipelining(1), shapes, choices=kept)
+    assert last.plan_step(no_pipelining(1), shapes, choices=kept) is choice != last.plan_step(no_pipelining(1), shapes)
     with pytest.raises(ValueError, match="max_plans must be at least 1"):
         Planner(0)
 
