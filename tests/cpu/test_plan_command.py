@@ -92,14 +92,19 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert message in error and error.count("\n") == 1
 
 
-def test_a_rehearsal_that_breaks_off_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("before", [None, b"an older picture"])
+def test_a_rehearsal_that_breaks_off_is_one_line_and_leaves_pictures_alone(
+    before: bytes | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel.\nframes of C++")
 
     monkeypatch.setattr("offload_engine.plan._loss", broken)
-    assert main(["qwen2", "--set", *SETTINGS]) == 1
+    plot = tmp_path / "plan.png"
+    if before is not None:
+        plot.write_bytes(before)
+    assert main(["qwen2", "--set", *SETTINGS, "--plan-plot", str(plot)]) == 1
+    assert (plot.read_bytes() if plot.exists() else None) == before
     error = capsys.readouterr().err
     assert "plan: a step with no offload cannot be rehearsed: no kernel. Leave out" in error and error.count("\n") == 1
 
