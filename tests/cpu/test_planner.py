@@ -180,12 +180,14 @@ def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
 
 
 @pytest.mark.parametrize("budget", [4, 5, 6, 8, 10, 12])
-def test_the_bytes_of_a_plan_stay_within_the_budget(budget: int) -> None:
-    shape = ChunkShape(layers(4, "attention", "mlp"))
+def test_the_bytes_of_a_plan_stay_within_the_budget_and_none_is_delayed(budget: int) -> None:
+    shape = ChunkShape(tuple(replace(group, may_delay=True) for group in layers(4, "attention", "mlp")))
     actions = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
     plan = plan_step(parse_actions(actions), (shape,), Bounds(resident_bytes=budget))
     validate_plan(plan, parse_actions(actions), (shape,))
     assert peak_bytes(plan, actions, shape) <= budget
+    bounds, skip = Bounds(resident_bytes=budget), ("delay_before_experts",)
+    assert plan == plan_step(parse_actions(actions), (shape,), bounds, skip=skip)
 
 
 def test_plans_are_memoised_by_their_inputs() -> None:
