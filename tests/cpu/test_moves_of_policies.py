@@ -314,6 +314,8 @@ def test_they_are_issued_in_order_and_before_an_undelayed_one_and_a_reset_forget
     delay(bench, bench.start(FIRST))
     bench.handles.clear()
     bench.engine.reset_iteration()
+    policy: Any = bench.engine._executor.policy
+    assert policy._delayed == []
     bench.engine.begin_iteration(bench.actions)
     chunk = bench.start(FIRST)
     chunk.note_launch()
