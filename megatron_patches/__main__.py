@@ -21,6 +21,7 @@ from megatron_patches._handle import Handle, apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
 from megatron_patches._rows.registry import Applied, PatchError
 from megatron_patches._runtime import ModelRuntime
+from megatron_patches._take_over import TakeOver
 from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig, OffloadError
 from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
@@ -149,6 +150,7 @@ def _check(how: str) -> int:
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Sequence[str]) -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    _log_to_stderr(logging.getLogger(TakeOver.__module__))  # of a run's other messages the tables have the contents
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, of kernels that a GPU would have
         from megatron_patches._rehearsal.command import show_plan  # imports megatron-core, which takes seconds
@@ -206,7 +208,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(logger: logging.Logger = logger) -> None:
     # Only the messages of this package: the script sets up its own logging.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from offload_engine.rehearsal.failures import RehearsalError
 from offload_engine.rehearsal.model import NUM_WAYS, ModelRehearsal
 from offload_engine.rehearsal.options import add_hardware_options, budget_on, hardware_of, positive
 from offload_engine.rehearsal.progress import Progress
@@ -34,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        sys.stdout.write(_answer(options))
-    except (ValueError, OSError, ImportError, TypeError) as error:
+        _answer(options)
+    except (RehearsalError, ValueError, OSError, ImportError, TypeError) as error:
         sys.stderr.write(f"python -m offload_engine.plan: {' '.join(str(error).split())}\n")
         return 1
     return 0
 
 
-def _answer(options: argparse.Namespace) -> str:
+def _answer(options: argparse.Namespace) -> None:
     hardware = hardware_of(options.hardware, options.hardware_file, options.recording)
     config = read_config(options.model, dict(options.set))
     rehearsal = ModelRehearsal(
@@ -54,9 +55,9 @@ def _answer(options: argparse.Namespace) -> str:
     )
     with Progress(NUM_WAYS, sys.stderr) as progress:
         forecast = rehearsal.forecast(options.batch_size * options.seq_length, progress.advance)
+    sys.stdout.write(forecast_text(forecast, _NOTES))
     if options.plan_plot:
         draw_forecast(forecast, options.plan_plot)
-    return forecast_text(forecast, _NOTES)
 
 
 def read_config(model: str, changes: dict[str, Any]) -> Any:

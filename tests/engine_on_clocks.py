@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, IterationStats, OffloadConfig, OffloadEngine
-from offload_engine._devices.base import DeviceGraphs, MemoryGauge
-from offload_engine._devices.regions import new_buffer
-from offload_engine.planning.clocks import Clocks, Link
+from offload_engine.planning.clocks import Link
 from offload_engine.planning.moves import HELD
 from offload_engine.planning.shapes import ChunkShape
 from offload_engine.planning.simulate import PipelineJob, RankJob
+from offload_engine.rehearsal.allocated import AllocatedBytes
+from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
 from offload_engine.schedule import Action, backward_at_once
 
 SCALE = 1 << 10
@@ -26,105 +26,43 @@ SCALE = 1 << 10
 KIB = 1 << 10  # stands for a MiB
 
 
-class Event:
-    """The time at which it completes; no two are equal."""
+class ClockDevice(RehearsalDevice):
+    """A rehearsal's device, of which a byte stands for `SCALE`."""
 
-    def __init__(self, at: float) -> None:
-        self.at = at
-
-
-class Slab:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def close(self) -> None: ...
-
-
-class ClockDevice:
-    """A device whose streams are `Clocks`: "compute", "copy_out" and "copy_in"."""
-
-    torch_device = torch.device("cpu")
     host_alignment = 64
-    memory: MemoryGauge | None = None
-    graphs: DeviceGraphs | None = None
 
     def __init__(self, link: Link | None = None) -> None:
-        self._link = link or Link()
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Set every clock to zero."""
-        self.clocks = Clocks(self._link)
-        self._copied = {"copy_out": 0.0, "copy_in": 0.0}  # until when each stream copies or waits
+        super().__init__(StepClocks(link or Link()), AllocatedBytes(lambda _: None))
 
     @property
     def stalled(self) -> float:
         """Return how long compute has waited for copies, in ms."""
-        return sum(self.clocks.stalled.values())
+        return sum(self.clocks.now.stalled.values())
 
     def compute(self, milliseconds: float) -> None:
         """Launch kernels."""
         self.clocks.run(milliseconds, "")
 
-    def new_stream(self, name: str) -> str:
-        return name
+    def milliseconds_between(self, first: Any, last: Any) -> float:
+        self.synchronize(first)
+        self.synchronize(last)
+        return super().milliseconds_between(first, last)
 
-    def current_stream(self) -> str:
-        return "compute"
-
-    def record_event(self, stream: str) -> Event:
-        return Event(self.clocks.compute if stream == "compute" else self._copied[stream])
-
-    def wait_event(self, stream: str, event: Event) -> None:
-        if stream == "compute":
-            self.clocks.wait(event.at, "")
-        else:
-            self._copied[stream] = max(self._copied[stream], event.at)
-
-    def wait_stream(self, stream: str, leader: str) -> None:
-        self.wait_event(stream, self.record_event(leader))
-
-    def is_copy_thread(self) -> bool:
-        return False
-
-    def is_complete(self, event: Event) -> bool:
-        return self.clocks.is_over(event.at)
-
-    def synchronize(self, event: Event) -> None:
-        self.clocks.host = max(self.clocks.host, event.at)
-
-    def mark_time(self, stream: str) -> Event:
-        return self.record_event(stream)
-
-    def milliseconds_between(self, first: Event, last: Event) -> float:
-        self.clocks.host = max(self.clocks.host, first.at, last.at)
-        return last.at - first.at
-
-    def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
-        return new_buffer(nbytes, spec, self.torch_device)
-
-    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> Event:
+    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
         self.copy(stream, sum(region.nbytes for _, region in copies))
         return self.record_event(stream)
 
-    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> Event:
+    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> Any:
         self.copy(stream, sum(region.nbytes for region, _ in copies))
         return self.record_event(stream)
 
     def copy(self, stream: str, nbytes: int) -> None:
         """Issue a copy of `nbytes` of the engine."""
+        clocks, copied = self.clocks.now, self.clocks.copied
         if stream == "copy_out":
-            self._copied[stream] = self.clocks.copy_out(nbytes * SCALE, self._copied[stream], "")
+            copied[stream] = clocks.copy_out(nbytes * SCALE, copied[stream], "")
         else:
-            self._copied[stream] = self.clocks.copy_in(nbytes * SCALE, "")
-
-    def free_host_bytes(self) -> int:
-        return 1 << 40
-
-    def new_slab(self, nbytes: int) -> Slab:
-        return Slab(nbytes)
-
-    def close(self) -> None: ...
+            copied[stream] = clocks.copy_in(nbytes * SCALE, "")
 
 
 Saved = tuple[Any, list[Any]]
@@ -146,7 +84,7 @@ class EngineRank:
         scaled = {name: limit // SCALE for name, limit in limits.items() if limit is not None}
         self.job = job
         self.device = ClockDevice(link)
-        self.engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=1, **scaled, **flags), self.device)  # type: ignore[arg-type]
+        self.engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=1, **scaled, **flags), self.device)
         self.engine.pool._slab_bytes //= SCALE
         self._is_combined = is_combined
         self._at_once = backward_at_once(job.actions, is_combined)
@@ -154,7 +92,7 @@ class EngineRank:
         self._running: dict[ChunkKey, ChunkOffloadHandler] = {}  # forwards that a backward runs together with
 
     def begin_step(self) -> None:
-        self.device.begin_step()
+        self.device.clocks.begin_step()
         self.engine.pool.take_all_back()  # of the step before, whose clocks have been set back
         self.engine.begin_iteration(self.job.actions, is_combined=self._is_combined)
 
@@ -241,7 +179,7 @@ def run_engine(job: PipelineJob, num_steps: int = 2, **flags: bool) -> Outcome:
     ranks = [EngineRank(rank, job.link, **flags) for rank in job.ranks]
     for _ in range(num_steps):
         stats = _run_step(ranks)
-    outcome = Outcome(max(rank.device.clocks.compute for rank in ranks), [r.device.stalled for r in ranks], stats)
+    outcome = Outcome(max(rank.device.clocks.now.compute for rank in ranks), [r.device.stalled for r in ranks], stats)
     for rank in ranks:
         rank.engine.close()
     return outcome
@@ -271,6 +209,6 @@ def _run_rank(rank: EngineRank, index: int, num_ranks: int, last_stage: int, ove
         if 0 <= before[1] <= last_stage:
             while before not in over:
                 yield True
-            rank.device.clocks.receive(over[before])
+            rank.device.clocks.now.receive(over[before])
         rank.run(action)
-        over[action.kind, stage, microbatch] = rank.device.clocks.compute
+        over[action.kind, stage, microbatch] = rank.device.clocks.now.compute

@@ -86,7 +86,7 @@ def data_parallel_size() -> int:
     """Return among how many ranks an optimizer is distributed."""
     from megatron.core import parallel_state
 
-    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from megatron_patches._rehearsal.forecast import NUM_WAYS, forecast_job
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.script import ScriptError, read_job
 from offload_engine.planning.hardware import Hardware
+from offload_engine.rehearsal.failures import RehearsalError
 from offload_engine.rehearsal.forecast import Forecast
 from offload_engine.rehearsal.options import budget_on, hardware_of
 from offload_engine.rehearsal.progress import Progress
@@ -35,7 +36,7 @@ def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str
         sys.stdout.write(forecast_text(forecast, _notes(job)))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
-    except (ScriptError, ValueError, OSError, AssertionError, ImportError) as error:
+    except (ScriptError, RehearsalError, ValueError, OSError, AssertionError, ImportError) as error:
         return " ".join(str(error).split())
     return None
 

@@ -45,6 +45,7 @@ def forecast_job(
 
     Raises:
         ValueError, AssertionError: if megatron-core rejects the job.
+        RehearsalError: if a rank cannot be rehearsed.
     """
     num_stages = job.parallel.get("pipeline_model_parallel_size", 1)
     link = hardware.link(min(hardware.num_gpus, job.world_size), num_stages > 1)

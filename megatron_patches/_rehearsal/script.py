@@ -36,6 +36,7 @@ _SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "num_distributed_optimizer_instances",
 )
 _OWN_OFFLOAD = ("fine_grained_activation_offloading", "cpu_offloading")
 _SWITCHED_OFF = (
@@ -56,13 +57,21 @@ _NOT_REHEARSED = {
     "spec": "--spec",
     "experimental_attention_variant": "--experimental-attention-variant",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "heterogeneous_layers_config_encoded_json": "--heterogeneous-layers-config-encoded-json",
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+    "te_precision_config_file": "--te-precision-config-file",
+    "use_checkpoint_args": "--use-checkpoint-args",
+    "freeze_all_layers": "--freeze-all-layers",
+    "perform_rl_step": "--perform-rl-step",
+    "cuda_graph_impl": "--cuda-graph-impl",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
 }
 """What makes another model or keeps other state, by the names of parsed arguments."""
+_OFF = (None, False, "none")
 
 
 class ScriptError(Exception):
@@ -158,7 +167,7 @@ def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Re
 
 
 def _check_is_rehearsed(args: argparse.Namespace) -> None:
-    given = [flag for name, flag in _NOT_REHEARSED.items() if getattr(args, name, None)]
+    given = [flag for name, flag in _NOT_REHEARSED.items() if getattr(args, name, None) not in _OFF]
     if given:
         raise ValueError(f"--plan does not rehearse {', '.join(given)}: leave it out for a forecast without it")
 
@@ -207,6 +216,7 @@ def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_si
             "position_embedding_type": args.position_embedding_type,
             "rotary_percent": args.rotary_percent,
             "rotary_base": args.rotary_base,
+            "fp16_lm_cross_entropy": bool(getattr(args, "fp16_lm_cross_entropy", False)),
         },
         spec={"qk_layernorm": args.qk_layernorm, "multi_latent_attention": args.multi_latent_attention},
         keeps_fp32_gradients=bool(args.accumulate_allreduce_grads_in_fp32),

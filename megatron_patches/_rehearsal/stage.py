@@ -35,6 +35,7 @@ from offload_engine.planning.shapes import Shapes
 from offload_engine.rehearsal.costs import KernelCosts
 from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
+from offload_engine.rehearsal.failures import rehearsing
 from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
@@ -88,6 +89,7 @@ class StageRehearsal:
 
         Raises:
             ValueError, AssertionError: if megatron-core rejects the configuration.
+            RehearsalError: if the model, or a step of it, breaks off.
         """
         hollow = HollowTensors(KernelCosts(self._hardware, self._job.has_te), self._hardware.peer_gbps)
         device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
@@ -95,6 +97,7 @@ class StageRehearsal:
         runtime = _Runtime(device)
         rows = [*patch_rows(runtime), *rehearsal_rows(hollow, self._job.has_te)]
         with (
+            rehearsing(f"stage {self._rank}"),
             apply_patches(rows),
             torch.compiler.set_stance("force_eager"),
             contextlib.closing(runtime),
@@ -182,12 +185,18 @@ class ReadyStage:
             num_microbatches: of a step; None: the job's.
         """
         number = self._job.num_microbatches if num_microbatches is None else num_microbatches
+        is_moving = bool(settings.modules) and not settings.engine.dry_run
         self._runtime.use(settings)
-        for _ in range(2 if settings.modules and not settings.engine.dry_run else 1):
-            self._hollow.allocated.reset_peak()
-            self._runtime.device.clocks.begin_step()
-            self._step(number)
-        return self._runtime.outcome(self._hollow.allocated.peak_bytes)
+        with rehearsing(f"a step of stage {self._rank} {self._way(is_moving)}"):
+            for _ in range(2 if is_moving else 1):
+                self._hollow.allocated.reset_peak()
+                self._runtime.device.clocks.begin_step()
+                self._step(number)
+            return self._runtime.outcome(self._hollow.allocated.peak_bytes)
+
+    def _way(self, is_moving: bool) -> str:
+        full = " and full recomputation" if self.config.recompute_granularity == "full" else ""
+        return f"{'with' if is_moving else 'without'} offload{full}"
 
     def _is_possible(self, name: str) -> bool:
         try:

@@ -67,8 +67,7 @@ class HorizonBytes(Horizon):
 
     def count_committed(self, group: TensorGroup) -> None:
         """See `Horizon`."""
-        if group.nbytes > self._largest_bytes:
-            self._largest_bytes = group.nbytes
+        self._largest_bytes = max(self._largest_bytes, group.nbytes)
 
     def count_issued(self, group: TensorGroup) -> None:
         """See `Horizon`."""

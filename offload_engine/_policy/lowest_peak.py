@@ -56,13 +56,12 @@ class LowestPeakPolicy(Reactive):
         super().__init__(counters, leaving, HorizonBytes(counters, None) if horizon is None else horizon)
         self._max_inflight_bytes = max_inflight_bytes
         self._delayed: list[TensorGroup] = []  # committed; their copy-out is yet to be issued
-        self._tail_number = 0  # number of the first copy-out after the start of the last tail
+        self._tail_number = 0  # of the first copy-out after the start of the last tail; no number comes twice
 
     def clear(self) -> None:
         """See `Policy`."""
         super().clear()
         self._delayed = []
-        self._tail_number = 0
 
     def must_release(self) -> bool:
         """See `Policy`."""

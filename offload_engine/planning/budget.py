@@ -57,9 +57,8 @@ class _Walk:
         self._limit = limit_bytes
         self._resident_bytes = self._ahead_bytes = 0
         self._leaving: dict[GroupKey, int] = {}  # released if there is need of room; in order of their copy-outs
-        self._away: set[GroupKey] = set()
         self._ahead: dict[GroupKey, int] = {}
-        self._order = CopyInOrder(step, self._away, self, is_last_layer_first=False)
+        self._order = CopyInOrder(step, self.released, self, is_last_layer_first=False)
 
     def at(self, position: int) -> tuple[PlannedMove, ...]:
         """Return the moves of the line at `position`; lines come in order."""
@@ -102,7 +101,6 @@ class _Walk:
 
     def _bring_back(self, groups: Sequence[GroupKey]) -> None:
         for group in groups:
-            self._away.discard(group)
             if group not in self._ahead:  # it comes at the last moment
                 self._resident_bytes += self._step.size(group)
 
@@ -117,8 +115,6 @@ class _Walk:
         while self._leaving and self._resident_bytes + self._step.largest_bytes > self._limit:
             group = next(iter(self._leaving))
             self._resident_bytes -= self._leaving.pop(group)
-            self._away.add(group)
+            self.released.add(group)
             dropped.append(group)
-        if dropped:
-            self.released.update(dropped)
         return dropped

@@ -183,12 +183,11 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     for line in lines:
         if _may_delay(line, step) and _bytes_of(delayed, step) + _bytes_of(line.moves, step) <= half:
             delayed += line.moves
-            result.append(Line(line.boundary, ()))
+            line = Line(line.boundary, ())
         elif delayed and (line.boundary.kind in _FLUSHES or (line.moves and line.boundary.kind is not UNKEEP)):
-            result.append(Line(line.boundary, (*delayed, *line.moves)))
+            line = Line(line.boundary, (*delayed, *line.moves))
             delayed = []
-        else:
-            result.append(line)
+        result.append(line)
     return result
 
 
@@ -228,7 +227,7 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
-    away = {move.group for line in lines for move in line.moves if move.op is OUT}
+    away = {move.group for line in lines for move in line.moves}
     order = CopyInOrder(step, away, HorizonRoom(_horizon(step)), step.bounds.horizon_bytes is None)
     result = []
     for line in lines:

@@ -47,10 +47,6 @@ class AllocatedBytes:
         self._add(nbytes)
         return True
 
-    def charge(self, nbytes: int) -> None:
-        """Count bytes that a kernel takes while it runs, and no tensor shows."""
-        self.peak_bytes = max(self.peak_bytes, self.nbytes + nbytes)
-
     def _forget(self, key: int, _: object) -> None:
         self._add(-self._alive.pop(key)[1])
         self._on_free(key)

@@ -22,6 +22,7 @@ from offload_engine.rehearsal.chosen import choose_within, layer_options
 from offload_engine.rehearsal.costs import KernelCosts
 from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
+from offload_engine.rehearsal.failures import rehearsing
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone
 from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
@@ -128,11 +129,15 @@ class ModelRehearsal:
         checkpoints: bool = False,
         policy: PolicySettings = ResidentLayers(),  # noqa: B008  # immutable
     ) -> WayForecast:
-        """Rehearse a step; see `OffloadConfig`, and `enable_ckpt` of `enable_activation_offloading`."""
+        """Rehearse a step; see `OffloadConfig`, and `enable_ckpt` of `enable_activation_offloading`.
+
+        Raises:
+            RehearsalError: if it breaks off.
+        """
         hollow = HollowTensors(KernelCosts(self._hardware), self._hardware.peer_gbps)
         device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
         hollow.run = device.clocks.run
-        with hollow, fused_attention():
+        with rehearsing(f"a step with {name}"), hollow, fused_attention():
             model = self._make_model()
             state = self._hold_state(model)
             config = OffloadConfig(min_tensor_bytes=self._min_tensor_bytes, dry_run=dry_run, policy=policy)

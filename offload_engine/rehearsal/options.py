@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from offload_engine._observe.chrome_trace import read_records
@@ -40,7 +41,12 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="what a process may hold on its GPU: 60GiB, 90%% or auto, which is all of it (default: auto)",
     )
-    group.add_argument("--plan-plot", metavar="FILE", help="draw throughput over memory in this file (default: none)")
+    group.add_argument(
+        "--plan-plot",
+        type=_picture,
+        metavar="FILE",
+        help="draw throughput over memory in this file (default: none)",
+    )
 
 
 def hardware_flags_in(args: argparse.Namespace) -> list[str]:
@@ -97,6 +103,26 @@ def _size(text: str) -> Size:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _picture(text: str) -> str:
+    """Check that a picture can be written there, which comes last: the forecast in front of it may take minutes."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise argparse.ArgumentTypeError(f"{text!r} needs matplotlib: install it, or leave the flag out") from None
+    kind, known = os.path.splitext(text)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
+    if kind and kind not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(known)}")
+    is_new = not os.path.exists(text)
+    try:
+        with open(text, "ab"):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    if is_new:
+        os.remove(text)
+    return text
 
 
 def positive(text: str) -> int:

@@ -7,6 +7,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron_patches import (  # noqa: E402
 from megatron_patches._arguments import Settings, check_fields, has_report, resolve, split_flags  # noqa: E402
 from megatron_patches._command_line import as_typed  # noqa: E402
 from megatron_patches._model.modules import canonical_names  # noqa: E402
+from megatron_patches._rehearsal import script  # noqa: E402
 from offload_engine import (  # noqa: E402
     FixedBounds,
     OffloadConfig,  # noqa: E402
@@ -286,6 +288,29 @@ def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(app
     config = arguments.core_transformer_config_from_args(args)
     engine = OffloadConfig(policy=FixedBounds(horizon_bytes=3), directory="none")
     assert resolve(config, NO_DEFAULTS) == Settings(engine, ("core_attn", "router_fc1"), has_report=False)
+
+
+CHANGES_MEMORY = re.compile(
+    "fp8|fp4|fsdp|offload|hybrid|heterogen|precision|optimizer|freeze|cross_ent|checkpoint_args|spec$"
+)
+# Of these: what comes only beside one that is refused, or changes what is written, or when, and not what a step holds.
+CHANGES_NO_STEP = re.compile(
+    "^(rl_|fsdp|megatron_fsdp|torch_fsdp2|strict_fsdp|keep_fp8|reuse_grad_buf_for_mxfp8|fp[48]_param|optimizer_offload|"
+    ".*cpu_o|dino_|.*_from_checkpoint_args|muon_scalar_optimizer|optimizer_cuda_graph|.*_with_optimizer_step|dist.*_optim_)"
+)
+
+
+def test_each_argument_that_changes_memory_is_read_by_a_forecast_or_refused() -> None:
+    arguments = pytest.importorskip("megatron.training.arguments", reason="this wheel has no megatron.training")
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = parser._option_string_actions
+    refused = script._NOT_REHEARSED
+    assert {name: flags[flag].dest for name, flag in refused.items()} == dict(zip(refused, refused, strict=True))
+    # What a configuration has reaches the model, which is built; the rest is read by name.
+    known = {field.name for field in dataclasses.fields(MLATransformerConfig)} | set(refused)
+    known |= set(re.findall(r"\w+", Path(script.__file__).read_text()))
+    suspects = {action.dest for action in parser._actions if CHANGES_MEMORY.search(action.dest)}
+    assert [name for name in sorted(suspects - known) if not CHANGES_NO_STEP.match(name)] == []
 
 
 # -- what a mistake looks like: one line, once, in the words that were typed ------------------------------------------

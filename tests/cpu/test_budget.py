@@ -502,11 +502,13 @@ def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_windo
 
 @pytest.mark.parametrize(("most", "are_alike"), [(640, True), (650, True), (651, False)])
 def test_steps_are_alike_within_a_64th(most: int, are_alike: bool) -> None:
-    idleness, fits = Idleness(is_measured=True), SimpleNamespace(num_moves=0, recomputed_bytes=0, held_bytes=0)
+    idleness, fits = Idleness(is_measured=True), SimpleNamespace(num_moves=0, recomputed_bytes=0, held_bytes=8)
+    chosen: Any = SimpleNamespace(best=fits)
     for saved in (640, 640, 640, 640, most):
-        assert not idleness.allows(SimpleNamespace(best=fits), budget_bytes=1)  # type: ignore[arg-type]
+        assert not idleness.allows(chosen, budget_bytes=9)
         idleness.note(saved)
-    assert idleness.allows(SimpleNamespace(best=fits), budget_bytes=1) == are_alike  # type: ignore[arg-type]
+    assert idleness.allows(chosen, budget_bytes=9) == are_alike
+    assert not idleness.allows(chosen, budget_bytes=8), "an eighth more would not fit"
 
 
 def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_count() -> None:

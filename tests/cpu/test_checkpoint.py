@@ -276,21 +276,6 @@ def test_recomputation_needs_no_context(offload: CheckpointOffload, is_reentrant
     assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
 
 
-def test_with_statements_nest(offload: CheckpointOffload) -> None:
-    inner = CheckpointOffload(OffloadConfig(min_tensor_bytes=0, directory="none"))
-
-    def call() -> None:
-        checkpoint(torch.sin, 2 * torch.ones(1024, requires_grad=True)).sum().backward()
-
-    with offload:
-        with inner, inner:
-            call()
-        assert inner.stats.num_groups == 1 and offload.stats.num_groups == 0
-        call()
-    assert offload.stats.num_groups == 1
-    inner.close()
-
-
 def test_an_exception_ends_the_forward(offload: CheckpointOffload) -> None:
     def fail(_: torch.Tensor) -> None:
         raise KeyError("mine")

@@ -20,7 +20,7 @@ from offload_engine import (
 )
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, slots_of
 from offload_engine.planning.plan import validate_plan
-from offload_engine.planning.planner import Planner, plan_step
+from offload_engine.planning.planner import plan_step
 from offload_engine.planning.recompute import RecomputeOption, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model, format_saved, parse_saved
 from offload_engine.planning.shapes import GroupShape
@@ -73,16 +73,6 @@ def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
     assert slots[3] in moved and moved == could - {slots[4]}
     with pytest.raises(ValueError, match="it must replace a group"):
         RecomputeOption("mlp", frozenset(), 1, 1.0)
-
-
-def test_plans_are_remembered_by_choices_too() -> None:
-    planner, [rank] = Planner(), ONE_RANK.ranks
-    kept = Choices(frozenset(slots_of(0, rank.shapes[0].groups)[:2]))
-    first = planner.plan_step(rank.actions, rank.shapes)
-    other = planner.plan_step(rank.actions, rank.shapes, choices=kept)
-    assert other != first
-    assert planner.plan_step(rank.actions, rank.shapes, choices=kept) is other
-    assert planner.plan_step(rank.actions, rank.shapes) is first
 
 
 class Bench:

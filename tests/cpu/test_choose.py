@@ -353,15 +353,15 @@ class BudgetRank(EngineRank):
     def __init__(self, job: RankJob, budget: int) -> None:
         super().__init__(job, ONE_RANK.link)
         self.engine.close()
-        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)  # type: ignore[arg-type]
+        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)
         self.engine.pool._slab_bytes //= SCALE
         controller = present(self.engine.budget)
         self.controller = controller
         self.controller._floor.optimizers._has_stepped.set()
 
     def begin_step(self) -> None:
-        clocks = self.device.clocks
-        clocks.host = clocks.compute = max(clocks.host, clocks.compute, *self.device._copied.values())
+        clocks = self.device.clocks.now
+        clocks.host = clocks.compute = max(clocks.host, clocks.compute, *self.device.clocks.copied.values())
         self.engine.pool.take_all_back()
         self.engine.begin_iteration(self.job.actions)
 
@@ -371,7 +371,7 @@ class BudgetRank(EngineRank):
         for _ in running:
             raise AssertionError("it waits for itself")
         self.engine.end_iteration()
-        return self.device.clocks.compute
+        return self.device.clocks.now.compute
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.4, 0.6, 0.8, 1.01])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
+from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
-from offload_engine.planning.planner import Planner
 from offload_engine.schedule import Action
 from tests.cpu.test_horizon import group
 from tests.cpu.test_host_pool import make_pool
@@ -93,6 +94,16 @@ def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
     assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
 
 
+@pytest.mark.parametrize(
+    ("need", "expected"), [(64, pytest.raises(OffloadError, match="none can be")), (65, nullcontext())]
+)
+def test_a_frozen_pool_refuses_what_only_the_freeze_forbids(need: int, expected: Any) -> None:
+    pool, _ = make_pool(limit_bytes=64)
+    pool.freeze()
+    with expected:
+        assert pool.lend(need) is None
+
+
 # -- policies and what they count -------------------------------------------------------------------------------------
 
 
@@ -102,12 +113,6 @@ def test_the_search_for_freed_excluded_tensors_comes_at_doubled_intervals() -> N
     for tensor in tensors:
         found.exclude(tensor)
     assert found._prune_at == 2 * len(tensors)
-
-
-def test_one_plan_may_be_remembered() -> None:
-    assert Planner(max_plans=1).plan_step((), ()) == Planner().plan_step((), ())
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        Planner(max_plans=0)
 
 
 @pytest.mark.parametrize(("inflight_bytes", "must_release"), [(200, False), (201, True)])

@@ -38,19 +38,6 @@ def group(index: int, **nbytes: int) -> TensorGroup:
     return made
 
 
-def test_bytes_copied_in_for_a_backward_that_did_not_come_are_not_ahead() -> None:
-    counters = ByteCounters(None)
-    horizon = HorizonBytes(counters, 100)
-    passed, following = group(0, arriving_bytes=60), group(1, on_host_bytes=60)
-    counters.prefetched_bytes = 60
-    horizon.count_issued(passed)
-    assert not horizon.has_room(following, False)
-    horizon.count_passed()
-    assert horizon.has_room(following, False)
-    horizon.count_reached(passed)
-    assert not horizon.has_room(following, False)
-
-
 def test_recalled_bytes_are_ahead_until_their_backward() -> None:
     horizon = HorizonBytes(ByteCounters(None), 100)
     recalled, following = group(0, recalled_bytes=60), group(1, leaving_bytes=60)

@@ -85,7 +85,7 @@ def test_host_bytes_taken_by_others_are_not_available() -> None:
     for left_bytes in (0, 64):
         pool, device = make_pool()
         device.free_host_bytes = mock.Mock(side_effect=[1024, *[left_bytes] * 9])  # type: ignore[method-assign]
-        assert pool.lend(128) is None and not device.slabs
+        assert not pool._slabs.grow(128, 64) and not device.slabs
 
 
 def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
@@ -328,7 +328,12 @@ def test_recovery_takes_back_a_lease_that_was_lost() -> None:
     pool, device = make_pool(slab_bytes=32)
     lost, late = present(pool.lend(8)), present(pool.lend(16))
     del lost
+    pool._lock.acquire()  # and the lock is left taken
     pool.take_all_back()
+    other = threading.Thread(target=pool.reset_peak, daemon=True)
+    other.start()
+    other.join(timeout=10)
+    assert not other.is_alive()
     assert pool.num_leases == pool.lent_bytes == 0
     lease = present(pool.lend(32))
     pool.give_back(late)  # it has no bytes any more
@@ -427,6 +432,13 @@ def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read() -> None:
     reading.done = True
     pool.lend(40)
     assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332], "the peak of 320 and a little"
+
+
+def test_slabs_with_the_tolerated_waste_are_kept() -> None:
+    pool, device = make_pool(slab_bytes=64, limit_bytes=108)
+    for lease in [present(pool.lend(60)), present(pool.lend(40))]:
+        pool.give_back(lease)
+    assert pool.lend(4) and [slab.nbytes for slab in device.slabs] == [64, 44]
 
 
 def test_slabs_are_not_replaced_again_and_again() -> None:

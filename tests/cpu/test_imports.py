@@ -45,7 +45,7 @@ LAYERS = {
         _budget.floor _budget.known _budget.learn _budget.taken _budget.decide _budget.in_force _budget.hold
         _budget.verify _budget.view _budget.controller engine_view
         identities functions graph_captures engine plan_files rehearsal rehearsal.allocated rehearsal.attention
-        rehearsal.costs rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device
+        rehearsal.costs rehearsal.failures rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device
         rehearsal.forecast rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables
         rehearsal.chosen rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device

@@ -530,15 +530,6 @@ def test_a_copy_of_the_model_is_a_plain_one(enable_ckpt: bool, enable: Enable) -
         enable(other, enable_ckpt)
 
 
-def test_a_second_call_on_one_model_is_an_error(enable: Enable) -> None:
-    model = Net()
-    enable(model)
-    with pytest.raises(OffloadError, match=r"Net is offloaded already: call remove\(\)"):
-        enable(model)
-    with pytest.raises(OffloadError, match="offloaded already"):
-        enable(nn.Sequential(model), layers=[model.layers[3]])
-
-
 def test_the_checkpointing_of_the_model_is_switched_off_and_on_again(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("transformers")
     from tests.decoders import SMALL, make_decoder

@@ -314,6 +314,8 @@ def test_they_are_issued_in_order_and_before_an_undelayed_one_and_a_reset_forget
     delay(bench, bench.start(FIRST))
     bench.handles.clear()
     bench.engine.reset_iteration()
+    policy: Any = bench.engine._executor.policy
+    assert policy._delayed == []
     bench.engine.begin_iteration(bench.actions)
     chunk = bench.start(FIRST)
     chunk.note_launch()
@@ -321,6 +323,19 @@ def test_they_are_issued_in_order_and_before_an_undelayed_one_and_a_reset_forget
     assert bench.num_copied_out == 0
     bench.save(chunk)
     assert bench.num_copied_out == 3 and bench.leaving == [0, 1, 2]
+    bench.backward(chunk)
+    bench.finish()
+
+
+def test_they_count_for_the_horizon() -> None:
+    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+    chunk = bench.start(FIRST)
+    delay(bench, chunk, 4)
+    chunk.end_forward()
+    release_all(bench.engine)
+    assert bench.resident_groups == 0
+    bench.begin_backward(chunk)
+    assert bench.resident_groups == 3, "twice the largest ahead"
     bench.backward(chunk)
     bench.finish()
 

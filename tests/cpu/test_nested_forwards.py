@@ -41,34 +41,20 @@ def data() -> torch.Tensor:
     return torch.ones(ROWS, WIDTH)
 
 
-def test_an_inner_one_does_not_end_the_outer_one(
+def test_the_outermost_one_ends_the_forward_also_behind_an_error_of_an_inner_one(
     model: Net, handle: LayerOffload, caplog: pytest.LogCaptureFixture
 ) -> None:
     with handle.forward():
         with handle.forward():
             x = model.layers[0](data())
-        for layer in list(model.layers)[1:]:
-            x = layer(x)
-    x.sum().backward()
-    assert handle.stats.num_groups == NUM_LAYERS and not caplog.records
-
-
-def test_the_outermost_one_ends_the_forward(model: Net, handle: LayerOffload) -> None:
-    with handle.forward(), handle.forward():
-        x = model(data())
-        assert torch_private.innermost_hooks(True) is not None
-    assert torch_private.innermost_hooks(True) is None
-    x.sum().backward()
-    assert handle.stats.num_groups == NUM_LAYERS and not handle.engine.is_in_iteration
-
-
-def test_an_error_that_the_outer_one_catches_does_not_end_it(model: Net, handle: LayerOffload) -> None:
-    with handle.forward():
         with pytest.raises(ArithmeticError), handle.forward():
             raise ArithmeticError
-        x = model(data())
+        assert torch_private.innermost_hooks(True) is not None
+        for layer in list(model.layers)[1:]:
+            x = layer(x)
+    assert torch_private.innermost_hooks(True) is None
     x.sum().backward()
-    assert handle.stats.num_groups == NUM_LAYERS
+    assert handle.stats.num_groups == NUM_LAYERS and not handle.engine.is_in_iteration and not caplog.records
 
 
 def test_one_inside_the_bracket_of_a_trainer(model: Net, caplog: pytest.LogCaptureFixture) -> None:

@@ -123,7 +123,7 @@ def test_a_file_is_complete_before_the_next_one_begins(observer: Observer, tmp_p
 
 def test_a_step_asked_for_in_a_recorded_step_has_its_own_file(observer: Observer, tmp_path: Path) -> None:
     observer.ask(tmp_path / "first.json")
-    recorder = observer.begin(ClockDevice())  # type: ignore[arg-type]
+    recorder = observer.begin(ClockDevice())
     observer.ask()
     observer.end(recorder, STATS)
     observer.close()

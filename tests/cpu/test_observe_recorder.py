@@ -62,8 +62,8 @@ class Step:
         self.device = ClockDevice(Link(out_gbps=1.0, in_gbps=1.0))
         self.streams = {op: self.device.new_stream(name) for op, name in ((OUT, "copy_out"), (IN, "copy_in"))}
         self.recorder = Recorder(
-            self.device,  # type: ignore[arg-type]
-            clock=lambda: round(self.device.clocks.host * 1e6),
+            self.device,
+            clock=lambda: round(self.device.clocks.now.host * 1e6),
             **options,
         )
 
@@ -173,7 +173,7 @@ def test_boundaries_without_a_group_count_those_committed(step: Step) -> None:
 def test_counters_are_noted_where_they_change(step: Step) -> None:
     for values in ((1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 1, 1)):
         step.recorder.note_counters(*values)
-        step.device.clocks.host += 1.0
+        step.device.clocks.now.host += 1.0
     assert step.recorder.finish().get().counters == (CounterRecord(0.0, 1, 0, 0), CounterRecord(2.0, 1, 1, 1))
 
 
@@ -346,11 +346,11 @@ def test_times_begin_where_the_device_does(compares_clocks: bool) -> None:
     """The host makes a move 1 ms after it began the step, which the device begins milliseconds later."""
     device: Any = ClockDevice()
     device.compute(10.0)
-    lag_ms = device.clocks.compute - device.clocks.host if compares_clocks else 0.0
+    lag_ms = device.clocks.now.compute - device.clocks.now.host if compares_clocks else 0.0
     assert lag_ms > 1.0 or not compares_clocks
     begin_ns = time.time_ns()
-    recorder = Recorder(device, compares_clocks=compares_clocks, clock=lambda: round(device.clocks.host * 1e6))
-    device.clocks.host += 1.0
+    recorder = Recorder(device, compares_clocks=compares_clocks, clock=lambda: round(device.clocks.now.host * 1e6))
+    device.clocks.now.host += 1.0
     recorder.note_move(OUT, Group(), 1)
     device.compute(7.0)
     record = recorder.finish().get()

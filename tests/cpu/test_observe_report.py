@@ -230,3 +230,20 @@ def test_a_file_that_is_no_recording_is_named(
         assert main([str(path), *arguments]) == 1
         error = capsys.readouterr().err
         assert str(path) in error and (arguments or message in error) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--moves", "--why", "x"], "--why: not allowed with argument --moves"),
+        (["--merge", "both.json", "--why", "x"], "--why: not allowed with argument --merge"),
+        (["--merge", "both.json", "--moves"], "--moves: not allowed with argument --merge"),
+        (["--merge", "both.json", "--rank", "0"], "--rank: not allowed with argument --merge"),
+        (["--merge", "both.json", "--group", "0.3"], "--group: only of --moves"),
+        (["--why", "x", "--group", "0.3"], "--group: only of --moves"),
+    ],
+)
+def test_options_that_exclude_one_another(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["step.json", *options])
+    assert message in capsys.readouterr().err

@@ -24,6 +24,7 @@ from offload_engine.planning.moves import (
     PlannedMove,
 )
 from offload_engine.planning.plan import Line, Plan, diff_plans, format_plan, make_plan, parse_plan, validate_plan
+from offload_engine.planning.planner import plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, group_keys, step_boundaries
 from offload_engine.schedule import ChunkKey, parse_actions
 
@@ -174,9 +175,16 @@ def test_boundaries_of_a_step_in_order() -> None:
         (lambda: Bounds(horizon_bytes=-1), "horizon_bytes must not be negative"),
         (lambda: Bounds(horizon_bytes=1, resident_bytes=1), "resident_bytes bounds what horizon_bytes bounds"),
         (lambda: step_boundaries(parse_actions("F1.0 B1.0"), SHAPES), "F1.0: there are shapes of 1 virtual stages"),
+        (lambda: plan_step(parse_actions("B0.0 F0.0"), SHAPES), "B0.0 comes before its forward"),
+        (lambda: plan_step(parse_actions("F0.0 F0.0 B0.0"), SHAPES), "F0.0 is listed twice"),
+        (lambda: plan_step(parse_actions("F0.0 B0.1"), SHAPES), "B0.1 comes before its forward, or without it"),
+        (
+            lambda: validate_plan(parse_plan("F0.0:0 OUT 0.0:0"), parse_actions("F0.0"), SHAPES),
+            "OUT 0.0:0: the step has no backward of its chunk",
+        ),
     ],
 )
-def test_impossible_shapes(make: Callable[[], object], message: str) -> None:
+def test_impossible_shapes_and_steps(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -55,12 +55,24 @@ def test_a_file_that_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "flags", [("--seq-length", "0"), ("--batch-size", "-1"), ("--optimizer-bytes", "-8"), ("--nodes", "two")]
+    ("flag", "value", "mistake"),
+    [
+        ("--seq-length", "0", "is not a number"),
+        ("--batch-size", "-1", "is not a number"),
+        ("--optimizer-bytes", "-8", "is not a number"),
+        ("--nodes", "two", "is not a number"),
+        ("--plan-plot", "nowhere/plan.png", "cannot be written: No such file or directory"),
+        ("--plan-plot", ".", "cannot be written: Is a directory"),
+        ("--plan-plot", "plan.doc", "ends in none of eps"),
+    ],
 )
-def test_numbers_out_of_range_are_named(capsys: pytest.CaptureFixture[str], flags: tuple[str, str]) -> None:
+def test_values_that_cannot_be_are_named_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str, value: str, mistake: str
+) -> None:
+    monkeypatch.setattr(ModelRehearsal, "forecast", None)
     with pytest.raises(SystemExit):
-        main(["qwen2", "=".join(flags)])
-    assert f"argument {flags[0]}: {flags[1]!r} is not a number" in capsys.readouterr().err
+        main(["qwen2", f"{flag}={value}"])
+    assert f"argument {flag}: {value!r} {mistake}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -78,6 +90,23 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("before", [None, b"an older picture"])
+def test_a_rehearsal_that_breaks_off_is_one_line_and_leaves_pictures_alone(
+    before: bytes | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel.\nframes of C++")
+
+    monkeypatch.setattr("offload_engine.plan._loss", broken)
+    plot = tmp_path / "plan.png"
+    if before is not None:
+        plot.write_bytes(before)
+    assert main(["qwen2", "--set", *SETTINGS, "--plan-plot", str(plot)]) == 1
+    assert (plot.read_bytes() if plot.exists() else None) == before
+    error = capsys.readouterr().err
+    assert "plan: a step with no offload cannot be rehearsed: no kernel. Leave out" in error and error.count("\n") == 1
 
 
 def _loss(model: Any, length: int = SEQUENCE) -> torch.Tensor:

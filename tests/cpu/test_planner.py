@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_engine.planning.choices import Choices, slots_of
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT
 from offload_engine.planning.plan import Plan, diff_plans, format_plan, parse_plan, validate_plan
 from offload_engine.planning.planner import PASSES, Planner, plan_step
@@ -152,6 +153,11 @@ def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_the_rest_take
         plan_step(parse_actions("F0.0 B0.0"), (shape,), skip=("keep",))
 
 
+def test_a_group_whose_module_runs_again_leaves_late_also_if_it_is_the_only_one() -> None:
+    shape = ChunkShape((GroupShape("shared", nbytes=2, unkeep_count=1),))
+    assert lines_of(plan_step(parse_actions("F0.0 B0.0"), (shape,)))[0] == "F0.0:0/unkeep OUT 0.0:0"
+
+
 def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None:
     """Else the forward behind would release its own groups, each as soon as its copy-out is issued."""
     shape, actions = ChunkShape(layers(4, "attention", "mlp")), parse_actions("F0.0 F0.1 B0.0 B0.1")
@@ -174,12 +180,14 @@ def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
 
 
 @pytest.mark.parametrize("budget", [4, 5, 6, 8, 10, 12])
-def test_the_bytes_of_a_plan_stay_within_the_budget(budget: int) -> None:
-    shape = ChunkShape(layers(4, "attention", "mlp"))
+def test_the_bytes_of_a_plan_stay_within_the_budget_and_none_is_delayed(budget: int) -> None:
+    shape = ChunkShape(tuple(replace(group, may_delay=True) for group in layers(4, "attention", "mlp")))
     actions = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
     plan = plan_step(parse_actions(actions), (shape,), Bounds(resident_bytes=budget))
     validate_plan(plan, parse_actions(actions), (shape,))
     assert peak_bytes(plan, actions, shape) <= budget
+    bounds, skip = Bounds(resident_bytes=budget), ("delay_before_experts",)
+    assert plan == plan_step(parse_actions(actions), (shape,), bounds, skip=skip)
 
 
 def test_plans_are_memoised_by_their_inputs() -> None:
@@ -193,6 +201,9 @@ def test_plans_are_memoised_by_their_inputs() -> None:
     assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) is under_budget
     assert planner.plan_step(no_pipelining(1), shapes, is_combined=True) is not first  # forgets the first
     assert planner.plan_step(no_pipelining(1), shapes) is not first
+    last, kept = Planner(max_plans=1), Choices(frozenset(slots_of(0, shapes[0].groups)))
+    choice = last.plan_step(no_pipelining(1), shapes, choices=kept)
+    assert last.plan_step(no_pipelining(1), shapes, choices=kept) is choice != last.plan_step(no_pipelining(1), shapes)
     with pytest.raises(ValueError, match="max_plans must be at least 1"):
         Planner(0)
 

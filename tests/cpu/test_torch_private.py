@@ -428,12 +428,3 @@ def test_private_attributes_of_others_are_listed() -> None:
         ("offload_engine/rehearsal/operators.py", "func._schema"),
         ("offload_engine/rehearsal/tensors.py", "c10d._create_work_from_future"),
     }
-
-
-def test_the_reader_itself() -> None:
-    tree = ast.parse(
-        "import torch._dynamo\nfrom torch._C import _x\nfrom torch import nn\n"
-        "y = torch._C._autograd._top(True)\nself._z\nnode._sequence_nr()\n"
-    )
-    assert private_names_of_torch(tree) == {"torch._dynamo", "torch._C._x", "torch._C._autograd._top"}
-    assert list(foreign_attributes(tree)) == [("_sequence_nr", "node")]

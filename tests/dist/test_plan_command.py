@@ -189,6 +189,25 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert message in error.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("build_chunk", "stage 0 cannot be"), ("_forward_step", "a step of stage 0 without offload cannot be")],
+)
+def test_a_rehearsal_that_breaks_off_is_one_line(name: str, message: str) -> None:
+    ((_, error, status),) = run_ranks(_broken_command, name, pipeline=None)
+    assert status == 2 and f"error: {message} rehearsed: no kernel. Leave out" in error.splitlines()[-1]
+
+
+def _broken_command(name: str) -> tuple[str, str, int]:
+    from megatron_patches._rehearsal import stage
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel.\nframes of C++")
+
+    setattr(stage, name, broken)
+    return _command(["--plan", TRAINER, *MODEL, *DATA])
+
+
 def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
     if importlib.util.find_spec("megatron.training") is not None:
         pytest.skip("Megatron-LM is installed, and reads them")
@@ -222,6 +241,19 @@ def test_context_parallelism_of_megatron_lm(tmp_path: Path) -> None:
     assert "a step of 512 tokens" in out
 
 
+def test_the_optimizer_is_divided_among_one_of_its_instances(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    flags, held = ["--hidden-size", "1024", "--use-distributed-optimizer"], []
+    for number in ("1", "8"):
+        behind = [*flags, "--num-distributed-optimizer-instances", number]
+        out, error, status = _run_megatron_lm(tmp_path, ["--hardware", "h200x8"], behind)
+        assert status == 0, error
+        (row,) = (line.split("│") for line in out.splitlines() if " B │" in line)
+        held.append(float(row[3]))
+    # 2 bytes of weights, 4 of a gradient, and 12 among eight GPUs or on each.
+    assert held[1] / held[0] == pytest.approx((6 + 12) / (6 + 12 / 8), rel=0.05)
+
+
 def test_offload_flags_behind_a_script_of_megatron_lm(tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
     flags = ["--offload-activation", "--offload-modules", "core_attn", "--offload-num-layers", "1"]
@@ -238,6 +270,9 @@ def test_a_recipe_of_megatron_lm(front: list[str], tmp_path: Path) -> None:
     if front:
         assert status == 0, error
         assert {name for _, name in _moved(out)} == {"core_attn", "qkv_linear"} and "offloaded in part" in out
+        assert (
+            error.count("activation_offload_fraction=0.5 of the groups of megatron-core becomes offload_fraction") == 1
+        )
     else:
         assert status == 2 and "own, which is not rehearsed: give --offload-engine" in error.splitlines()[-1]
 
@@ -247,7 +282,8 @@ def test_a_recipe_of_megatron_lm(front: list[str], tmp_path: Path) -> None:
     [
         (["--hiden-size", "3"], "unrecognized arguments: --hiden-size 3 (did you mean --hidden-size?)"),
         (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
-        (["--fp8-format", "hybrid", "--spec", "a", "b"], "--plan does not rehearse --fp8-format, --spec"),
+        (["--fp8-format", "hybrid", "--spec", "a", "b"], "--plan does not rehearse --fp8-format, --spec:"),
+        (["--cuda-graph-impl", "local"], "--plan does not rehearse --cuda-graph-impl:"),
     ],
 )
 def test_mistakes_behind_a_script_of_megatron_lm(flags: list[str], message: str, tmp_path: Path) -> None:
