@@ -272,7 +272,8 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     assert counts == {"run": 2, "turn": 16, "parity": 16, "summary": 10, "throughput": 5, "budget": 3, "end": 1}
     own, none = [record for record in records if record["kind"] == "turn" and record["rank"] == 0][:2]
     engine = own["engine"]
-    assert own["is_confirmed"] and own["copied_out_bytes"] == own["copied_in_bytes"] == engine["copied_out_bytes"] > 0
+    assert own["is_confirmed"] and own["copied_out_bytes"] == engine["copied_out_bytes"]
+    assert own["copied_out_bytes"] >= own["copied_in_bytes"] > 0  # a slow copy-out is recalled
     assert engine["peak_host_bytes"] == own["host_bytes_max"] > own["host_bytes_at_peak"] == 0  # at its first
     assert own["num_copies_out"] >= engine["num_offloaded_groups"] > 0 and own["pinned_bytes"] > 0
     assert own["out_gbps"] == pytest.approx(own["copied_out_bytes"] / (0.5 * engine["num_offloaded_groups"]) / 1e6)
@@ -283,7 +284,7 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     everything, tight, loose = [record for record in records if record["kind"] == "budget"]
     assert everything["offloaded_bytes"] == loose["offloaded_bytes"] == 0 < tight["offloaded_bytes"]
     assert tight["predicted_bytes"] <= tight["budget_bytes"] < loose["budget_bytes"]
-    assert [one["planning_steps"] for one in (everything, tight)] == [5, 5]
+    assert [one["planning_steps"] for one in (everything, tight)] == [4, 4]
     assert tight["is_above"] and not loose["is_above"]  # its gauge says that 2 MiB are held, whatever moves
     for name in ("memory.png", "trade.png", "budget.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

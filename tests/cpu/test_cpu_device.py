@@ -31,6 +31,12 @@ from tests.lookups import present
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_threads_of_others() -> None:
+    gc.collect()  # engines of earlier tests that nobody closed end theirs
+    assert offload_threads() == []
+
+
 @pytest.fixture(params=["file", "none"])
 def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuDevice]:
     device = CpuDevice(tmp_path if request.param == "file" else "none")
