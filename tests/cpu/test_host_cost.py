@@ -47,8 +47,8 @@ def count_calls(call: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             calls[frame.f_code.co_qualname] += 1
-        elif event == "call" and frame.f_code.co_filename in DEVICES:
-            if frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(PACKAGE):
+        elif event == "call" and frame.f_code.co_filename in DEVICES and not frame.f_code.co_name.startswith("_"):
+            if frame.f_back is None or frame.f_back.f_code.co_filename not in DEVICES:  # compiled code has no frames
                 device_calls[frame.f_code.co_qualname] += 1
 
     gc.collect()
