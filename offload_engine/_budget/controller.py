@@ -212,10 +212,7 @@ class BudgetController(BudgetView):
         self._go(State.VERIFY)
 
     def _verify(self) -> None:
-        """Compare what the step took with what was predicted; correct the model, or be content with it.
-
-        The first step with other groups, which no plan knows, tells only that even without a plan it is too much.
-        """
+        """Compare what the step took with what was predicted; correct the model, or be content with it."""
         self.measured_bytes, self.measured_ms = self._last.held_bytes(), self._last.milliseconds
         grown = has_outgrown(self.decider, self._last.chunk_bytes)
         own = excess_of(self.decider, self.measured_bytes, self._last.peak_bytes)
@@ -224,7 +221,7 @@ class BudgetController(BudgetView):
         if is_outgrown:
             return self._measure_again("activations have grown")
         excess = Excess(total - wasted, wasted)
-        is_settled, self._in_force.is_settled = self._in_force.is_settled, True
+        is_settled, self._verifier.is_settled, self._in_force.is_settled = self._verifier.is_settled, True, True
         if is_settled:
             self.decider.correct_time(measured_us / _US)
         elif self._verifier.fits(excess):

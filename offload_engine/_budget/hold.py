@@ -68,7 +68,7 @@ class HoldWatch:
         [need] = decider.agree((self._last.peak_bytes + decider.extra_bytes,))
         chosen = decider.chosen
         is_unused = decider.budget_bytes - need > _UNUSED * decider.budget_bytes
-        if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
+        if chosen is not None and is_unused and (chosen.best.stalled_ms > 0 or chosen.best.recomputed_bytes):
             self._correct(Excess((need - chosen.best.held_bytes) // 2))
 
     def _keep_less(self, over: int, held_bytes: int) -> None:
