@@ -62,7 +62,7 @@ def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
     """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends."""
     least = max(turn["budget"]["lowest_bytes"] for turn in turns if turn["contender"] == "budget")
     most = max(held_bytes(turn) for turn in turns if turn["contender"] == "none")
-    least += max(0, most - least) // 10  # what is predicted and has not run may be above that
+    least += max(0, most - least) // 16  # what is predicted and has not run may be above that
     spread = (least + max(0, most - least) * index // max(1, num - 1) for index in range(num))
     return [Entry("budget", engine=(("gpu_budget", nbytes),)) for nbytes in dict.fromkeys(spread)]
 
