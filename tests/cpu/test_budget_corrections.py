@@ -22,7 +22,7 @@ from offload_engine.planning.predict import Costs, held_with
 from offload_engine.planning.steps import Steps
 from tests.cpu.test_choose import GIB, one_rank
 
-RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_budget_h200.jsonl"
+RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_budget_before_h200.jsonl"
 MIB = 1 << 20
 
 
