@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 _UNUSED: Final = 1 / 32
 """Of the budget: if as much was left for a whole window, more is kept."""
+_MAX_DOUBLED: Final = 6
+"""Windows to wait before more is kept double so often at the most."""
 _GIB: Final = 1 << 30
 
 
@@ -34,6 +36,8 @@ class HoldWatch:
     def __init__(self, decider: Decider, in_force: InForce, last: LastStep) -> None:
         self.wants_measure: bool = False
         self._has_trimmed = False  # right before the step that is over
+        self._num_excesses = 0
+        self._num_unused = 0  # windows, one after the other
         self._decider = decider
         self._in_force = in_force
         self._last = last
@@ -61,17 +65,26 @@ class HoldWatch:
         gauge.reset()
 
     def use_what_is_left(self) -> None:
-        """Keep more at the end of a window that left much of the budget; take over what other ranks have corrected."""
+        """Keep more where windows have left much of the budget; take over what other ranks have corrected.
+
+        One window is enough, until steps have gone over the budget: each of these doubles how many it takes. Else what
+        varies would be used and given back for ever.
+        """
         decider = self._decider
         if decider.level():
             self._in_force.allow(decider.decide())
-        [need] = decider.agree((self._last.peak_bytes + decider.extra_bytes,))
+        need, num_excesses = decider.agree((self._last.peak_bytes + decider.extra_bytes, self._num_excesses))
         chosen = decider.chosen
         is_unused = decider.budget_bytes - need > _UNUSED * decider.budget_bytes
-        if chosen is not None and is_unused and (chosen.best.stalled_ms > 0 or chosen.best.recomputed_bytes):
+        self._num_unused = self._num_unused + 1 if is_unused else 0
+        if chosen is None or self._num_unused < 1 << min(num_excesses, _MAX_DOUBLED):
+            return
+        if chosen.best.stalled_ms > 0 or chosen.best.recomputed_bytes:
+            self._num_unused = 0
             self._correct(Excess((need - chosen.best.held_bytes) // 2))
 
     def _keep_less(self, over: int, held_bytes: int) -> None:
+        self._num_excesses += 1
         chosen = self._decider.chosen
         if chosen is None:
             self.wants_measure = True  # the plan that was given does not fit
