@@ -86,6 +86,7 @@ class Decider:
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
         self._is_checked = False
+        self._left_bytes = 0  # beside the guard: a margin that ranks have in common, whatever one has decided by itself
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
         self.actions: tuple[Action, ...] = ()
 
@@ -186,15 +187,25 @@ class Decider:
         link = agreed_link(self.agree, link)
         options = agreed_options(self.agree, self.find_options(job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
-        self.known = Known(job, model, Costs(link, options=options, floor_ms=floor_ms), varied_share)
-        self.guard_bytes = round(_WASTED_SHARE * wasted)
-        self._decisions.clear()
+        costs = Costs(link, options=options, floor_ms=floor_ms)
+        self.know(Known(job, model, costs, varied_share), round(_WASTED_SHARE * wasted))
         return True
+
+    def know(self, known: Known, guard_bytes: int) -> None:
+        """Decide by this from now on; what was decided before is void.
+
+        Args:
+            known: the same on all ranks that decide alike.
+            guard_bytes: of the budget, that a decision is to leave.
+        """
+        self.known, self.guard_bytes, self._left_bytes = known, guard_bytes, 0
+        self._decisions.clear()
 
     def correct(self, excess: Excess) -> None:
         """Take in that steps hold so much more than predicted; what was decided before is void."""
         assert self.known is not None
         self.known.model = self.known.model.corrected(excess)
+        self._left_bytes = self.margin_bytes
         self._decisions.clear()
 
     def take_in(self, excess: Excess) -> None:
@@ -209,12 +220,15 @@ class Decider:
         self._decisions[self.actions] = self.chosen
 
     def level(self) -> bool:
-        """Take over the largest correction of the ranks that decide alike; return whether one had another."""
-        own = 0 if self.known is None else self.known.model.correction_bytes
-        high, low = self.agree((own, -own))
-        if high == -low or self.known is None:
+        """Take over the largest figures of the ranks that decide alike; return whether one had others."""
+        own = (0, 0, 0)
+        if self.known is not None:
+            own = self.known.model.correction_bytes, self.known.model.overhead_bytes, self.margin_bytes
+        allocated, overhead, margin, *least = self.agree((*own, *(-each for each in own)))
+        if (allocated, overhead, margin) == tuple(-each for each in least) or self.known is None:
             return False
-        self.correct(Excess(high - own))
+        self.correct(Excess(allocated - own[0], overhead - own[1]))
+        self._left_bytes = margin
         return True
 
     def decide_first(self) -> Allowance:
@@ -276,7 +290,7 @@ class Decider:
         return () if self.known is None else self.known.job.shapes
 
     def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
-        known, guard = self.known, self.guard_bytes + self.margin_bytes
+        known, guard = self.known, self.guard_bytes + self._left_bytes
         assert known is not None
         try:
             return known.choose(actions, self.budget_bytes, guard_bytes=guard, recomputed=recomputed)
