@@ -41,7 +41,7 @@ class Verifier:
         self.is_settled, self._num_corrections = False, 0
 
     def fits(self, excess: Excess) -> bool:
-        """Return whether a step was within the budget."""
+        """Return whether a step was within the budget, by as much as steps vary."""
         decider, chosen = self._decider, self._decider.chosen
         assert chosen is not None
         return chosen.best.held_bytes + excess.total <= decider.budget_bytes - decider.margin_bytes
@@ -60,7 +60,8 @@ class Verifier:
             decider.correct(excess)
             return decider.decide()
         decider.take_in(excess)
-        if is_over and decider.is_at_floor:
-            assert decider.chosen is not None
-            logger.warning("%s", below_floor_text(decider.budget_bytes, decider.chosen.best))
+        assert decider.chosen is not None
+        best = decider.chosen.best
+        if decider.is_at_floor and best.held_bytes > decider.budget_bytes:
+            logger.warning("%s", below_floor_text(decider.budget_bytes, best))
         return None

@@ -81,7 +81,11 @@ def test_what_was_measured_of_one_step_fits_another_with_a_margin_only() -> None
 
 
 @pytest.mark.parametrize("error", [0, 1])
-def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(error: int, caplog: pytest.LogCaptureFixture) -> None:
-    verifier, decider = verifier_of((BUDGET, 10.0), is_at_floor=True)
+@pytest.mark.parametrize("margin", [0, CLOSE])
+def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
+    error: int, margin: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that only lacks the margin is within the budget: the warning would name the lowest budget below it."""
+    verifier, decider = verifier_of((BUDGET, 10.0), is_at_floor=True, margin_bytes=margin)
     assert verifier.judge(Excess(error)) is None and decider.asked == [f"take in {error}"]
     assert [f"gpu_budget is {BUDGET / 2**20:,.2f} MiB" in each.message for each in caplog.records] == [True] * error
