@@ -143,6 +143,7 @@ class CapturedLayers:
     def abandon(self) -> None:
         """Give up captures that were broken off: a replay of their graphs is an error from now on."""
         self._is_released = True
+        self._replays, self.steps = None, ()
         self.recording.end()
         self._slots.close()
         self.slabs.free_all()
@@ -161,10 +162,10 @@ class CapturedLayers:
         if self._replays is None:
             raise OffloadError("captured layers are released inside capture_layers(): leave that context first")
         self._is_released = True
+        self._replays, self.steps = None, ()
         device, context = self._context.device, self._context
         for stream in (context.copy_out_stream, context.copy_in_stream):
             device.synchronize(device.record_event(stream))
-        self._replays, self.steps = None, ()
         self._slots.close()
         self._release(self)
 

@@ -574,6 +574,23 @@ def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngin
     check_replays(graphs)
 
 
+def test_captures_that_an_interrupt_has_ended_late_are_not_replayed(
+    engine: OffloadEngine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their routines have addresses that are free by then."""
+    complete = CapturedLayers.complete
+
+    def interrupted(layers: CapturedLayers) -> None:
+        complete(layers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CapturedLayers, "complete", interrupted)
+    with pytest.raises(KeyboardInterrupt), engine.graphs.capture_layers(owner=graphs.owner):
+        graphs.capture()
+    with pytest.raises(OffloadError, match="after the release of its memory"):
+        graphs.run(0)
+
+
 def test_a_capture_without_an_end_leaves_no_hooks_and_no_other_follows_it(
     engine: OffloadEngine, graphs: Graphs
 ) -> None:
