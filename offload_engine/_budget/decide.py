@@ -145,8 +145,11 @@ class Decider:
 
     def take(self, saved: SavedPlan | None, source: str) -> Allowance | None:
         """Begin with a decision that was made before; None if it takes more than the budget, or a rank has another."""
-        self._taken = take(saved, source, self.budget_bytes, self.agree, self.meet)
-        return None if self._taken is None else self._taken.saved.allowance
+        taken = take(saved, source, self.budget_bytes, self.agree, self.meet)
+        if taken is None:  # one that was taken before stays in force, and is to be checked
+            return None
+        self._taken = taken
+        return taken.saved.allowance
 
     @property
     def is_unchecked(self) -> bool:
