@@ -241,11 +241,11 @@ class BudgetController(BudgetView):
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
         if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._hold.wants_measure),)) != (0,):
             return self._measure_again("activations have grown")
+        # That of the step that is over: what is decided now may unsettle the next one.
+        was_settled, self._in_force.is_settled = self._in_force.is_settled, True
         if is_window_over:
             self._hold.use_what_is_left()
-        if not self._in_force.is_settled:
-            self._in_force.is_settled = True
-        else:
+        if was_settled:
             self._hold.answer(self.measured_bytes, is_window_over)
 
     def _measure_again(self, why: str) -> None:

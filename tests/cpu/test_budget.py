@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable
@@ -303,6 +304,12 @@ def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used
     load_plan(job.engine, file)
     job.steps(6)
     assert job.states[0] is State.FLOOR and max(job.peaks[4:]) <= 0.8 * most
+    other, above = ByLayers(config(gpu_budget=1 << 40)), tmp_path / "above.json"
+    above.write_text(json.dumps({**json.loads(file.read_text()), "held_bytes": 1 << 41}))
+    for each in (file, above):
+        load_plan(other.engine, each)
+    with pytest.raises(ValueError, match=r"^\S+plan.json is of another model"):  # the first one, which stays
+        other.steps(2)
 
 
 def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
@@ -563,6 +570,20 @@ def test_what_each_step_reserves_in_vain_keeps_less_where_returning_it_does_not_
     num_trims = gauge.num_trims
     job.steps(3)
     assert gauge.num_trims == num_trims and gauge.held_bytes() <= budget
+
+
+def test_the_first_step_with_other_groups_than_before_a_window_ended_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No plan knows them in it. The step before it is answered: its groups were known."""
+    job, _ = on_gpu(1 << 40)
+    job.steps(7)
+    hold, in_force, answered = job.controller._hold, job.controller._in_force, list[bool]()
+    monkeypatch.setattr("offload_engine._budget.controller._WINDOW_STEPS", 8)
+    monkeypatch.setattr(hold, "use_what_is_left", lambda: setattr(in_force, "is_settled", False))
+    monkeypatch.setattr(hold, "answer", lambda held_bytes, is_window_over: answered.append(is_window_over))
+    job.steps(4)
+    assert answered == [False, True, False]
 
 
 def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.MonkeyPatch) -> None:
