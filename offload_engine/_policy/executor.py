@@ -40,7 +40,7 @@ _EAGERLY = (
 )
 _UNANNOUNCED = (
     "{} inside the capture of a CUDA graph, which was not announced: capture a whole step by `with "
-    "engine.graphs.capture(torch.cuda.graph(graph)):`. Of parts of a step, capture only modules that are not offloaded."
+    "engine.graphs.capture(torch.cuda.graph(graph)):`. Capture other parts of a step only if they are not offloaded."
 )
 
 

@@ -18,7 +18,7 @@ class LeavingShare:
 
     Args:
         fraction: share of a chunk's bytes that may leave, from 0 to 1.
-        kept_bytes: at least so many bytes stay, of all chunks that wait for their backward together.
+        kept_bytes: at least this many bytes stay, over all chunks that wait for their backward.
     """
 
     def __init__(self, fraction: float, kept_bytes: int) -> None:

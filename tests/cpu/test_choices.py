@@ -198,7 +198,7 @@ def test_a_plan_in_a_file_is_exact(saved: SavedPlan) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 0}', '{"version": 1, "held_bytes": 1}', "nonsense"])
 def test_what_is_no_plan_is_refused_by_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^plan.json is no plan of this version \(.*\): remove it") as caught:
+    with pytest.raises(ValueError, match=r"^plan.json is not a plan of this version \(.*\): remove it") as caught:
         parse_saved(text, "plan.json")
     assert "\n" not in str(caught.value)
 
