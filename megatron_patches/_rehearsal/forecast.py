@@ -17,7 +17,7 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Costs
-from offload_engine.planning.shapes import Bounds, Shapes
+from offload_engine.planning.shapes import Bounds
 from offload_engine.rehearsal.chosen import choose_within
 from offload_engine.rehearsal.engine import NotedBoundary
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, make_forecast
@@ -57,12 +57,6 @@ def forecast_job(
         ranks = [_with_choice(each, budget, link) for each in rehearsed]
     optimizer_ms = max(_optimizer_ms(job, hardware, rank) for rank in ranks)
     return make_forecast(hardware, link, job.world_size, _num_tokens(job), optimizer_ms, ranks, budget)
-
-
-def shapes_of_rank(job: TrainingJob, hardware: Hardware, link: Link, rank: int, names: Sequence[str]) -> Shapes:
-    """Return the shapes of the chunks of a rank: bytes, and times on this hardware."""
-    with StageRehearsal(job, hardware, link, rank).ready() as stage:
-        return stage.run(Settings(OffloadConfig(dry_run=True), tuple(names), has_report=False)).shapes
 
 
 class _Rehearsed(NamedTuple):
