@@ -158,6 +158,15 @@ def test_what_is_kept_stays_under_every_policy(policy: PolicySettings) -> None:
     assert bench.left & KEPT
 
 
+def test_a_plan_moves_nothing_that_is_chosen_to_stay() -> None:
+    bench = trained(Planned())
+    bench.engine._keeping.allow(allowance())
+    bench.step()
+    assert bench.engine.plan is not None
+    moved = {group.index for _, (_, group) in bench.engine.plan.moves()}
+    assert moved == {1, 2, 3, 4}, "of six, without the first and the last, which are kept"
+
+
 def test_room_is_given_to_plans_only() -> None:
     bench = trained(Planned(), num_stages=1)
     bench.engine._keeping.allow(allowance(frozenset(), room_bytes=11 * GROUP_BYTES))
