@@ -92,7 +92,7 @@ pop_hooks: Final[Callable[[], None]] = take("torch._C._autograd._pop_saved_tenso
 # -- the graph
 
 next_sequence_nr: Final[Callable[[], int]] = take("torch._C._autograd._get_sequence_nr")
-"""The number that the next node of this thread will have; `node._sequence_nr()` tells that of a node."""
+"""The number that the next node of this thread will have; `node._sequence_nr()` is that of a node."""
 current_graph_task: Final[Callable[[], int]] = take("torch._C._current_graph_task_id")
 """A number for the backward that runs in this thread; -1 outside any."""
 queue_callback: Final[Callable[[Callable[[], None]], None]] = take(

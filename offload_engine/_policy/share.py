@@ -11,7 +11,7 @@ from offload_engine.schedule import Action, ChunkKey, count_alive
 
 
 class LeavingShare:
-    """Tells of each group that commits whether it is behind the share that leaves.
+    """Decides for each group that commits whether it is beyond the share that leaves.
 
     What a chunk saves is known from the step before, so in a first step all may leave. The groups that stay are the
     last of each chunk: those before them are away for longer. It outlives executors, as `Keeping`.

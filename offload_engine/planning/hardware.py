@@ -23,7 +23,7 @@ _MAY_BE_ZERO: Final = ("fp8_tflops",)
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs of one host; `hardware.toml` tells what each field means.
+    """GPUs of one host; `hardware.toml` explains each field.
 
     Raises:
         ValueError: for a value that is not above zero, or an unknown source.
