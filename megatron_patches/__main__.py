@@ -172,7 +172,7 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[H
 
 
 def _remove(handle: Handle, cpu_support: Applied, has_failed: bool) -> None:
-    """End offload behind the script, which writes last plans and tables; errors do not take the place of its own."""
+    """End offload after the script; that writes the last plans and tables. No error here replaces the script's."""
     try:
         cpu_support.remove()  # first: its rows lie on those of the handle
         handle.remove()

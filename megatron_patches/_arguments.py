@@ -58,7 +58,7 @@ class Settings(NamedTuple):
     """Least sizes of what each name moves."""
 
     rank_delta_bytes: int = 0
-    """Pipeline rank r keeps r times so many saved bytes on the device."""
+    """Pipeline rank r keeps r times this many saved bytes on the device."""
 
     is_taken_over: bool = False
     """The names come from megatron-core's own setting, which allows names with nothing to move. As a default: every
@@ -131,7 +131,7 @@ def part_settings(source: Any, defaults: Settings) -> dict[str, Any]:
     """Return the fields of `Settings` that say which part of the named modules' tensors moves.
 
     Raises:
-        ValueError: if a value is no size, or the thresholds have an unknown name.
+        ValueError: if a value is not a size, or the thresholds have an unknown name.
     """
     num_layers = getattr(source, "offload_num_layers", None)
     own = thresholds_of(source)
@@ -222,8 +222,8 @@ def check_fields(config: Any, is_on_by_default: bool = False) -> None:
         is_on_by_default: the model offloads even if it has neither `offload_activation` nor a budget.
 
     Raises:
-        ValueError: if a switch is not a bool, a module name or host policy is unknown, a value is no size, a field is
-            set where nothing offloads, a budget is combined with a bound that it replaces, megatron-core's own
+        ValueError: if a switch is not a bool, a module name or host policy is unknown, a value is not a size, a field
+            is set where nothing offloads, a budget is combined with a bound that it replaces, megatron-core's own
             offloading is on too, or its paged stash is on and a name is in the experts.
     """
     for name in SWITCHES:
@@ -264,7 +264,7 @@ def _size_of(source: Any, name: str) -> int | None:
     """Return a size of a configuration or of parsed flags in bytes; None if it is not set.
 
     Raises:
-        ValueError: if the value is no size; names the setting.
+        ValueError: if the value is not a size; names the setting.
     """
     return size_setting(name, getattr(source, name, None), parse_bytes)
 
@@ -273,7 +273,7 @@ def _budget_of(source: Any) -> Size | None:
     """Return the budget of a configuration or of parsed flags; None if it is not set.
 
     Raises:
-        ValueError: if the value is no size; names the setting.
+        ValueError: if the value is not a size; names the setting.
     """
     value = getattr(source, "offload_gpu_budget", None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str))):

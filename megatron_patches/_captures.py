@@ -31,7 +31,7 @@ class Captures:
 
     Args:
         attached: what is attached to the models, by their first chunk.
-        set_running: told of the attachment whose layers are captured, and of None behind that.
+        set_running: called with the attachment whose layers are captured, and with None afterwards.
     """
 
     def __init__(

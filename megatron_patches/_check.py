@@ -43,7 +43,7 @@ class Code(NamedTuple):
 
     arguments: str
     digest: str
-    """Of the source without comments, docstrings and layout."""
+    """Hash of the source without comments, docstrings and layout."""
 
 
 class Finding(NamedTuple):

@@ -101,7 +101,7 @@ SETTINGS = (
         "offload_rank_delta_bytes",
         _SIZE,
         None,
-        f"Pipeline rank r keeps at least r times so many saved bytes on the device{_AS_SIZES}. From the second step "
+        f"Pipeline rank r keeps at least r times this many saved bytes on the device{_AS_SIZES}. From the second step "
         "on. Default: 0.",
         _size,
     ),
@@ -109,8 +109,8 @@ SETTINGS = (
         "offload_num_layers",
         _COUNT,
         None,
-        "Only the first so many layers of each model chunk offload, all names that they have unless --offload-modules "
-        "names some. Default: all layers.",
+        "Offload only this many layers of each model chunk, from the first on: all names that they have unless "
+        "--offload-modules names some. Default: all layers.",
         _count,
     ),
     Setting(

@@ -127,7 +127,7 @@ def apply(
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
         PatchError: if the patches are in force already.
-        ValueError: if a module name is unknown, or the budget is no size.
+        ValueError: if a module name is unknown, or the budget is not a size.
     """
     config = config or OffloadConfig()
     gpu_budget = config.gpu_budget if gpu_budget is None else gpu_budget

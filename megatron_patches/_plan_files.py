@@ -50,7 +50,7 @@ class PlanFiles:
         """Return the plan in the file; None if there is none.
 
         Raises:
-            ValueError: if the file is no plan, or recomputes and that is forbidden.
+            ValueError: if the file is not a plan, or recomputes and that is forbidden.
         """
         if self._plan is None or not os.path.exists(self._plan):
             return None

@@ -24,7 +24,7 @@ class _Line(NamedTuple):
     before: str
     after: str
     field: str | None = None
-    """Of the configuration, which gets `value` unless it is set already."""
+    """Field of the configuration that gets `value`, unless it is set already."""
 
     value: Any = None
 

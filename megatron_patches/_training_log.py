@@ -66,7 +66,7 @@ class TrainingLog:
             self._applied = apply_patches(rows)
         except PatchError as error:  # no reason to end a training
             self._applied = Applied()
-            logger.warning("the training log will not tell of offload: %s", error)
+            logger.warning("the training log will not show offload figures: %s", error)
 
     def remove(self) -> None:
         """Restore the loop. Idempotent."""

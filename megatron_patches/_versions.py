@@ -82,6 +82,6 @@ def _advice() -> str:
     if checkout() is None:
         return f"Install a supported version: pip install '{_DISTRIBUTION}{SUPPORTED}'"
     return (
-        "That is no installed package but a checkout, which hides one: check a supported release out there, such as "
+        "That is a checkout, which hides an installed package: check out a supported release there, such as "
         "git checkout core_v0.19.0, or take it off PYTHONPATH and run in another directory"
     )

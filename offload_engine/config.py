@@ -57,8 +57,8 @@ class OffloadConfig:
     The groups after it stay. From the second step on: the first shows how much there is."""
 
     kept_bytes: int = 0
-    """So many bytes of groups stay on the device: of the last groups of each chunk, in all chunks that wait for their
-    backward together. From the second step on, as `fraction`."""
+    """How many bytes of groups stay on the device, counted over all chunks that wait for their backward: those that
+    each chunk saves last. From the second step on, as `fraction`."""
 
     gpu_budget: int | Literal["auto"] | None = None
     """Bytes that this process may hold on its GPU, CUDA context included (on the CPU device: bytes of saved tensors in
@@ -168,12 +168,12 @@ class OffloadConfig:
                 text, as "60GiB"; see `sizes.parse_bytes`.
 
         Raises:
-            ValueError: if bounds belong to several policies, a value is outside its range, or a text is no size.
+            ValueError: if bounds belong to several policies, a value is outside its range, or a text is not a size.
             TypeError: if a value has the wrong type, or a setting is unknown.
         """
         if "policy" in settings:
             raise TypeError(
-                f"policy={settings['policy']!r} is no setting of a command line, where the bounds of a policy are "
+                f"policy={settings['policy']!r} is not a setting of a command line, where the bounds of a policy are "
                 "settings of their own: a policy goes into OffloadConfig(policy=...)"
             )
         settings = {name: _in_bytes(name, value) for name, value in settings.items()}

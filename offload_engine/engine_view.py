@@ -59,7 +59,7 @@ class EngineView:
         budget: decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one.
         current_chunk: the chunk whose forward has begun last in this iteration.
         graphs: announces captures as CUDA graphs, of a whole step or of layers.
-        failures: tells whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
+        failures: knows whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
             tensors may be incomplete.
         is_idle: the running iteration needs no groups; see `is_active`. Callers may open some all the same.
         ranges: shown in profiles, around the copies and waits that the engine issues.

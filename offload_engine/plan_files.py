@@ -38,7 +38,7 @@ def load_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
 
     Raises:
         OffloadError: without a budget, and after the first iteration.
-        ValueError: if the file is no plan.
+        ValueError: if the file is not a plan.
         OSError: if the file cannot be read.
     """
     controller = engine.budget

@@ -81,7 +81,7 @@ def size_setting(name: str, value: Any, parse: Callable[[str], _Parsed]) -> _Par
     """Return the value of a setting that is a size: bytes as they are, a text as `parse` reads it; None if not set.
 
     Raises:
-        ValueError: if it is no size; names the setting.
+        ValueError: if it is not a size; names the setting.
     """
     if isinstance(value, str):
         try:

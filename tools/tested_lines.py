@@ -29,7 +29,7 @@ NOT_FOR_MUTANTS = (
 OUTPUT = "TESTED_LINES_OUTPUT"  # in the environment of the recording process: the package, and the file that it writes
 # megatron-core takes seconds, and the copies for mutants have no benchmarks.
 _IMPORTS_OTHERS = re.compile(r"^(from|import) (megatron|benchmarks)|importorskip\(.megatron", re.MULTILINE)
-_TOOL_ID = 4  # of those that sys.monitoring leaves to anybody
+_TOOL_ID = 4  # one of those that sys.monitoring leaves free
 
 
 class LinesOfTests(NamedTuple):

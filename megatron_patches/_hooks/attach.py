@@ -88,7 +88,7 @@ class Attachment:
                 self._last_groups.append(frozenset(last_groups))
                 self._attach_hooks(chunk, stage, sites, names)
         except BaseException:
-            self._hooks.remove()  # nobody has an attachment to close
+            self._hooks.remove()  # the caller gets no attachment to close
             raise
         self.checkpoint_bracket: GroupBracket | None = (
             None if layers_per_checkpoint is None else self.bracket(Site("layer_input", "", None))

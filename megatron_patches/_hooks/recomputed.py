@@ -34,7 +34,7 @@ class RecomputedInputs:
         self._of_discarding: _ByModule = weakref.WeakKeyDictionary()
         self._of_projections: _ByModule = weakref.WeakKeyDictionary()  # of mixers that discard more than their output
         self._inputs: weakref.WeakKeyDictionary[object, _Noted] = weakref.WeakKeyDictionary()
-        """Of `CheckpointWithoutOutput` objects in the running forward."""
+        """The inputs of each `CheckpointWithoutOutput` object in the running forward."""
 
     def add(self, site: Site, bracket: GroupBracket, modules: Mapping[str, torch.nn.Module]) -> None:
         """Add the bracket of a site, if its groups are to hold the input of what is recomputed.
@@ -93,7 +93,7 @@ class RecomputedInputs:
 
 
 _PROJECTION = "_in_proj_preprocess"
-"""Of a GatedDeltaProduct mixer. What it recomputes later is another method of the mixer."""
+"""The method of a GatedDeltaProduct mixer that is recomputed. What it recomputes later is another method."""
 
 _ByModule = weakref.WeakKeyDictionary[torch.nn.Module, GroupBracket]
 _Noted = tuple[GroupBracket, list[torch.Tensor]]

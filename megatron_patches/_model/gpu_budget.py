@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget as people give it, in bytes of the device that trains, and checked against what is there."""
+"""Converts a budget as given by the user into bytes of the device that trains, and checks it against what is there."""
 
 from __future__ import annotations
 

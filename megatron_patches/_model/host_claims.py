@@ -2,7 +2,7 @@
 """`HostClaims`: host memory that megatron-core's optimizers will take, but have not taken yet.
 
 An optimizer on the CPU (`optimizer_cpu_offload`) takes memory for its gradients and its state in its first step, which
-comes after the first step of the engine. What it has taken is no free memory and needs no account.
+comes after the first step of the engine. What it has taken by then is not free memory and needs no accounting.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class _Candidate(NamedTuple):
     kind: _Kind
     owner: torch.nn.Module
     modules: dict[str, torch.nn.Module]
-    """Of the layer, by path."""
+    """Modules of the layer, by path."""
 
 
 def _candidates(chunk: torch.nn.Module) -> Iterator[_Candidate]:

@@ -124,7 +124,7 @@ def check_host_limit(
 ) -> None:
     """Reject a host limit that cannot hold even the smallest useful group: one hidden activation.
 
-    Without a limit warn of host memory that megatron-core will take later, and of which nobody knows how much.
+    Without a limit warn of host memory that megatron-core will take later, in an amount that cannot be known.
 
     Raises:
         ValueError: if it cannot; names both sizes.

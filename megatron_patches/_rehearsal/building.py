@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_patches._rehearsal.job import TrainingJob
 
 WORKSPACE_BYTES = 32 << 20
-"""Of cuBLAS, on Hopper."""
+"""Workspace of cuBLAS on Hopper."""
 
 
 def build_chunk(job: TrainingJob, config: Any, vp_stage: int | None) -> torch.nn.Module:

@@ -66,9 +66,9 @@ class _Rehearsed(NamedTuple):
     modules: tuple[str, ...]
     """To offload, of those that it has."""
     survey: Survey
-    """Of all that it has."""
+    """Survey of all its modules."""
     actions: tuple[Action, ...]
-    """Of the step that was rehearsed, which may have fewer microbatches."""
+    """Actions of the rehearsed step, which may have fewer microbatches."""
     boundaries: tuple[NotedBoundary, ...]
 
 

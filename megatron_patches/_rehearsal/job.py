@@ -40,7 +40,7 @@ class TrainingJob:
     recomputes_all: bool = False
     """Its configuration asks for full recomputation."""
     settings: Settings = Settings(OffloadConfig(), ())
-    """Of offload, as the run would have them. Without modules: all that the model has."""
+    """The offload settings of the run. Without modules, all names that the model has are offloaded."""
 
     @property
     def bounds(self) -> Bounds:

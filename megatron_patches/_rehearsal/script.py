@@ -193,12 +193,12 @@ def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_si
     if world_size % replica:
         raise ValueError(
             f"{world_size} GPUs cannot be divided among model replicas of {replica} (tensor x pipeline x context "
-            "parallel size); --nodes and the number behind the hardware's name say how many GPUs there are"
+            "parallel size); --nodes and the number after the hardware's name say how many GPUs there are"
         )
     samples = args.micro_batch_size * (world_size // replica)
     if args.global_batch_size % samples:
         raise ValueError(
-            f"--global-batch-size {args.global_batch_size} is no multiple of {samples}, the microbatches of "
+            f"--global-batch-size {args.global_batch_size} is not a multiple of {samples}, the microbatches of "
             f"{world_size // replica} replicas"
         )
     is_adam = args.optimizer == "adam"

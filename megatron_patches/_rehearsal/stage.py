@@ -47,9 +47,9 @@ class StepOutcome(NamedTuple):
     peak_bytes: int
     """Allocated at most."""
     milliseconds: float
-    """Of this rank alone, without waiting for others."""
+    """Step time of this rank alone, without waits for others."""
     host_bytes: int
-    """Of the host tier."""
+    """Bytes of the host tier."""
     copied_out_bytes: int
     actions: tuple[Action, ...] = ()
     shapes: Shapes = ()

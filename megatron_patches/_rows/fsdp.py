@@ -25,7 +25,7 @@ def fsdp_rows(runtime: Runtime) -> list[Patch]:
             target=f"{_BUFFERS}:DataParallelBuffer.fetch_bucket",
             wrapper=functools.partial(_wrap_fetch, runtime=runtime),
             why="weights are gathered into buffers that no parameter owned before: what autograd saves of them are "
-            "weights, although it may be no view of a parameter",
+            "weights, although it need not be a view of a parameter",
         )
     ]
 

@@ -15,8 +15,8 @@ class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
     """A pair of hooks whose exit takes off these hooks only.
 
     An interrupt may come between the push of hooks and the `with` that would pop them: then they are left on the stack,
-    and all tensors that the thread saves later pass through them. So whoever pushes them again, or resets their engine,
-    calls `take_off` first. A `with` that ends after that finds none of its own, and leaves others alone.
+    and all tensors that the thread saves later pass through them. So code that pushes them again, or resets their
+    engine, calls `take_off` first. A `with` that ends after that finds none of its own, and leaves others alone.
     """
 
     def __exit__(self, *exc_info: object) -> None:

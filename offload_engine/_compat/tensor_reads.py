@@ -17,16 +17,16 @@ _PARAMETER: Final = torch.nn.Parameter
 _STRIDED: Final = torch.strided
 
 Reads = tuple[Any, ...]
-"""Of a tensor: its storage; the storage's `_cdata`, bytes and address; the tensor's version, and its place (storage
-offset, shape, strides and dtype); whether it has all bytes of its storage, one after another; and whether it is lazily
-conjugated or negated."""
+"""What is read of a tensor: its storage; the storage's `_cdata`, bytes and address; the tensor's version, and its place
+(storage offset, shape, strides and dtype); whether it has all bytes of its storage, one after another; and whether it
+is lazily conjugated or negated."""
 
 
 def read_plain(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> Reads | None:
     """Read a plain tensor on `device` whose storage has `min_bytes` bytes or more; return None for any other.
 
     A plain tensor is of the class `torch.Tensor` itself (a parameter is not an activation, and other subclasses may
-    hold more than their storage), strided, not quantized, not nested, and no view of a parameter; and it has bytes.
+    hold more than their storage), strided, not quantized, not nested, and not a view of a parameter; and it has bytes.
     """
     if type(tensor) is not _TENSOR or tensor.layout is not _STRIDED:
         return None

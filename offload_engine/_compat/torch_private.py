@@ -31,7 +31,7 @@ MODULE_ATTRIBUTES: Final = (
     "_parameters",
 )
 SCHEDULE_ATTRIBUTES: Final = ("_n_microbatches", "_stage", "_stages")
-"""Of schedules of `torch.distributed.pipelining`, read by `of_schedule` only."""
+"""Attributes of schedules of `torch.distributed.pipelining`, read by `of_schedule` only."""
 
 
 def take(path: str) -> Any:
@@ -92,7 +92,7 @@ pop_hooks: Final[Callable[[], None]] = take("torch._C._autograd._pop_saved_tenso
 # -- the graph
 
 next_sequence_nr: Final[Callable[[], int]] = take("torch._C._autograd._get_sequence_nr")
-"""The number that the next node of this thread will have; `node._sequence_nr()` tells that of a node."""
+"""The number that the next node of this thread will have; `node._sequence_nr()` is that of a node."""
 current_graph_task: Final[Callable[[], int]] = take("torch._C._current_graph_task_id")
 """A number for the backward that runs in this thread; -1 outside any."""
 queue_callback: Final[Callable[[Callable[[], None]], None]] = take(
@@ -120,7 +120,7 @@ storage_of: Final[Callable[[int], torch.UntypedStorage]] = take("torch.UntypedSt
 storage_at: Final[Callable[[int, torch.device, int], torch.UntypedStorage]] = take(
     "torch._C._construct_storage_from_data_pointer"
 )
-"""Make a storage over so many bytes at an address, which it does not own."""
+"""Make a storage over bytes at an address, which it does not own."""
 neg_view: Final[Callable[[torch.Tensor], torch.Tensor]] = take("torch._neg_view")
 
 # -- torch.compile
@@ -202,5 +202,5 @@ def num_collectives() -> int:
 record_function: Final[Any] = take("torch._C._profiler._RecordFunctionFast")
 """As `torch.profiler.record_function`, in a tenth of the time."""
 PROFILER_ATTRIBUTES: Final = ("_is_profiler_enabled",)
-"""Of `torch.autograd.profiler`: whether one of torch's profilers listens; read on hot paths."""
+"""Attributes of `torch.autograd.profiler`: whether one of torch's profilers listens; read on hot paths."""
 check_attributes(take("torch.autograd.profiler"), "torch.autograd.profiler", PROFILER_ATTRIBUTES)

@@ -42,7 +42,7 @@ def bind_to_gpu(device: torch.device, root: Path = Path("/")) -> Binding:
     allowed = frozenset(os.sched_getaffinity(0))
     near = _cpus_near(device, root)
     if not near:
-        why = "it is no GPU" if device.type != "cuda" else "this machine does not tell which CPUs are near it"
+        why = "it is no GPU" if device.type != "cuda" else "this machine does not report which CPUs are near it"
         return Binding(frozenset(), f"cpu_affinity: this process is not bound to the CPUs near {device}: {why}")
     if not near & allowed:
         text = f"may use CPUs {_as_text(allowed)} only, and near {device} are {_as_text(near)}: it is not bound"

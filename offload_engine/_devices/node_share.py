@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that a process may still take where the processes of its node are to get equal shares.
 
-What they share is what is free and what they hold already. That sum stays the same whoever of them takes memory, so
+What they share is what is free and what they hold already. That sum stays the same whichever of them takes memory, so
 each computes the same share, whenever it started and however much the others have by then, and the shares never exceed
 what there is. Nothing is written anywhere for it: a process that has died is gone from the sum, and its memory is free.
 """
@@ -33,7 +33,7 @@ def share_left(free: int, held: int, held_by_all: int, num_processes: int) -> in
     """Return the bytes that one of `num_processes` may still take, of those that are free.
 
     Args:
-        free: bytes that anybody may take.
+        free: bytes that any process may take.
         held: what this process has of them already.
         held_by_all: what all of the processes have, this one included.
         num_processes: each of which gets the same.

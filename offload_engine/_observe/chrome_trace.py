@@ -65,7 +65,7 @@ def merge(files: Sequence[File], file: File) -> Path:
     Returns the path of the merged trace. Its time begins where that of the last of `files` does.
 
     Raises:
-        ValueError: if one of `files` is no trace, or does not say when its time begins; names the file.
+        ValueError: if one of `files` is not a trace, or does not say when its time begins; names the file.
     """
     traces = [_read(each) for each in files]
     for each, trace in zip(files, traces, strict=True):
@@ -181,7 +181,9 @@ def _read(file: File) -> dict[str, Any]:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as source:
             trace = json.load(source)
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is no trace: not complete, or not JSON ({error})") from error
+        raise ValueError(f"{path} is not a trace: not complete, or not JSON ({error})") from error
     if not isinstance(trace, dict):
-        raise ValueError(f"{path} is no trace with a time base: expected a JSON object, got a {type(trace).__name__}")
+        raise ValueError(
+            f"{path} is not a trace with a time base: expected a JSON object, got a {type(trace).__name__}"
+        )
     return trace

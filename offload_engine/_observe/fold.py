@@ -36,10 +36,10 @@ class ModuleSums:
     num_groups: int = 0
     moved_bytes: int = 0
     kept_bytes: int = 0
-    """Of storages that stayed on purpose."""
+    """Bytes of storages that stayed on purpose."""
     small_bytes: int = 0
     stayed_bytes: dict[Reason, int] = field(default_factory=dict)
-    """Of storages that stayed for other reasons."""
+    """Bytes of storages that stayed for other reasons, by reason."""
     wait_ms: float = 0.0
     """How long compute waited for its copies."""
 
@@ -229,7 +229,7 @@ class WhyRow(NamedTuple):
     group: str
     """Name of the group; empty where none was open."""
     module: str
-    """That saved the tensors; empty where it is not known."""
+    """Path of the module that saved the tensors; empty if unknown."""
     layers: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str

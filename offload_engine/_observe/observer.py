@@ -86,7 +86,7 @@ class Observer:
         return None if record is None else times_of(record)
 
     def ask_for_times(self) -> None:
-        """Time the next step that begins, and its waits, unless it is recorded, which tells them too."""
+        """Time the next step that begins, and its waits, unless it is recorded: a record has these times, too."""
         self._is_timed = True
 
     def begin(self, device: Device, is_dry_run: bool = False) -> Recorder | None:

@@ -38,10 +38,10 @@ class GroupRecord:
     """As `0.3:5`: group 5 of stage 0, microbatch 3."""
     name: str
     layer: int
-    """Of its chunk, from 0; -1 where it is not known."""
+    """Number of its layer in the chunk, from 0; -1 if unknown."""
     is_kept: bool
     own_bytes: int
-    """Of the storages that no group saved before."""
+    """Bytes of the storages that no group saved before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,13 @@ class SavedRecord:
     group: str
     """The open group, or the chunk, as `0.3`, where none was open."""
     name: str
-    """Of the group; empty where none was open."""
+    """Name of the group; empty if none was open."""
     module: str
     """The innermost module whose forward ran, as `decoder.layers.0.mlp`; empty where it is not known."""
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    """Of its storage."""
+    """Bytes of its storage."""
     storage: int
     """Number of its storage in this step, equal for tensors that share one; -1 if it was no candidate to move."""
     reason: Reason
@@ -147,7 +147,7 @@ class StepRecord:
     counters: tuple[CounterRecord, ...]
     saved: tuple[SavedRecord, ...]
     pipeline_rank: int = 0
-    """Of the pipeline whose stages the chunks are."""
+    """Rank in the pipeline whose stages the chunks are."""
     num_pipeline_ranks: int = 1
 
     def stage_of(self, group: str) -> int:

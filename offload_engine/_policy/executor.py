@@ -40,7 +40,7 @@ _EAGERLY = (
 )
 _UNANNOUNCED = (
     "{} inside the capture of a CUDA graph, which was not announced: capture a whole step by `with "
-    "engine.graphs.capture(torch.cuda.graph(graph)):`. Of parts of a step, capture only modules that are not offloaded."
+    "engine.graphs.capture(torch.cuda.graph(graph)):`. Capture other parts of a step only if they are not offloaded."
 )
 
 
@@ -58,7 +58,7 @@ class Executor:
      4. A failed copy is raised at the next boundary.
      5. A backward that begins right after its forward, unannounced, recalls the groups that its chunk is copying out.
      6. A group that is chosen to be kept is not copied out, unless it has outgrown the choice: see `Keeping`. Nor is
-        one behind the share of its chunk that leaves: see `LeavingShare`.
+        one beyond the share of its chunk that leaves: see `LeavingShare`.
 
     Args:
         store: owns the storages of the groups.

@@ -16,9 +16,9 @@ class Keeping:
     """Tells the executor which groups stay, whatever the policy. It outlives executors, which a reset replaces.
 
     Args:
-        policy: told of allowances.
+        policy: gets every allowance, too.
         counters: of the engine.
-        share: of what each chunk saves, that leaves; None: all of it.
+        share: decides how much of what each chunk saves may leave; None: all of it.
 
     Attributes:
         kept: bytes that each kept group may have, by its place; empty: none is kept.

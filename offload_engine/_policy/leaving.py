@@ -14,8 +14,8 @@ class LeavingQueue:
 
     Attributes:
         queue: oldest first.
-        inflight_bytes: of all of them.
-        largest_bytes: of the largest copy-out so far.
+        inflight_bytes: bytes of all of them.
+        largest_bytes: bytes of the largest copy-out so far.
         num_issued: number of copy-outs so far, which is the number of the next one.
     """
 

@@ -14,7 +14,8 @@ from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 from offload_engine.schedule import ChunkKey
 
 _UNSEEN_LAYERS = 1 << 30
-"""So many layers that none of a chunk is among its last two: which groups are kept is known from their traits."""
+"""Number of layers of every chunk: large enough that no group is in the last two, so that traits alone say what is
+kept."""
 
 
 class ShapeLog:

@@ -11,14 +11,14 @@ from offload_engine.schedule import Action, ChunkKey, count_alive
 
 
 class LeavingShare:
-    """Tells of each group that commits whether it is behind the share that leaves.
+    """Decides for each group that commits whether it is beyond the share that leaves.
 
     What a chunk saves is known from the step before, so in a first step all may leave. The groups that stay are the
     last of each chunk: those before them are away for longer. It outlives executors, as `Keeping`.
 
     Args:
         fraction: share of a chunk's bytes that may leave, from 0 to 1.
-        kept_bytes: at least so many bytes stay, of all chunks that wait for their backward together.
+        kept_bytes: at least this many bytes stay, over all chunks that wait for their backward.
     """
 
     def __init__(self, fraction: float, kept_bytes: int) -> None:

@@ -29,7 +29,7 @@ class Slot(NamedTuple):
     stage: int
     """Virtual stage of the rank."""
     layer: int
-    """Of the chunk; -1 where layers are not known."""
+    """Number of the layer in its chunk; -1 if layers are not known."""
     name: str
     part: int
     """Number among the groups of this name in this layer, from 0."""
@@ -69,15 +69,15 @@ class Allowance:
 
     choices: Choices = Choices()
     kept_bytes: Mapping[Slot, int] = field(default_factory=dict)
-    """Of each group that is kept; with more it leaves, as its policy says."""
+    """How many bytes each kept group may save; a group that saves more leaves, as its policy says."""
     resident_bytes: int = 0
-    """With more than this on the device when it commits, a group leaves that would be kept."""
+    """A group that would be kept leaves if more than this is on the device when it commits."""
     room_bytes: int | None = None
-    """Of groups on the device, by which all others stay as long as there is room; None: they leave."""
+    """Bound on the bytes of groups on the device: the other groups stay while they fit. None: they leave."""
     saved_bytes: int | None = None
-    """Of groups, wherever they are, when the first backward of a step begins; None: to be learned."""
+    """Bytes that groups have saved, on device or host, when a step's first backward begins; None: to be learned."""
     slots: frozenset[Slot] = frozenset()
-    """All that were chosen for; empty: not known."""
+    """Every slot that a choice was made for; empty: not known."""
 
 
 class Named(Protocol):

@@ -21,10 +21,10 @@ from offload_engine.planning.worth import ms_per_byte, order_to_keep
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 4
 _KEPT_SHARES: Final = 2
-"""So many shares of what could always stay are tried beside room for the rest."""
+"""How many shares of what could always stay are tried, each with room for the rest."""
 _SHARES_RECOMPUTED: Final = (0.25, 0.5, 0.75, 1.0)
 _SHARE_STEPS: Final = (0.125, 0.0625)
-"""Around the best share, both ways."""
+"""Distances from the best share at which more shares are tried, in both directions."""
 _EQUAL: Final = 1.0005
 """Steps within this ratio take the same time: then the one that moves less is better."""
 
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
     curve: tuple[Prediction, ...]
     """More memory and less time from each to the next; from the floor to a step in which nothing moves."""
     busy_ratio: float = 1.0
-    """That these times are predicted with; see `Costs`."""
+    """The ratio with which these times are predicted; see `Costs`."""
     most_busy_ratio: float = 1.0
     """See `Predictor.most_busy_ratio`."""
 

@@ -20,7 +20,7 @@ class Link:
     in_gbps: float = 48.0
     """Bandwidth of copy-ins, at the same time."""
     host_share: float = 0.6
-    """Of a kernel's time, the host's time to launch it."""
+    """Host time to launch a kernel, as a share of the kernel's own time."""
 
     def __post_init__(self) -> None:
         if self.out_gbps <= 0 or self.in_gbps <= 0:

@@ -23,7 +23,7 @@ class Step(NamedTuple):
     at_once: frozenset[ChunkKey]
     """Chunks whose backward follows their forward at once."""
     largest_bytes: int
-    """Of the largest group; 0: no bytes are known, and every group counts as one byte."""
+    """Bytes of the largest group; 0: sizes are unknown, and every group counts as one byte."""
     choices: Choices = Choices()
 
     def shape(self, chunk: ChunkKey) -> ChunkShape:

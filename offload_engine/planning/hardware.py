@@ -23,7 +23,7 @@ _MAY_BE_ZERO: Final = ("fp8_tflops",)
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs of one host; `hardware.toml` tells what each field means.
+    """GPUs of one host; `hardware.toml` explains each field.
 
     Raises:
         ValueError: for a value that is not above zero, or an unknown source.
@@ -98,7 +98,7 @@ def find_hardware(name: str, file: str | os.PathLike[str] | None = None) -> Hard
         file: a table of the user, whose machines come first; it may change some values of a known machine only.
 
     Raises:
-        ValueError: for an unknown name, with all names that are known; or a file that is no such table.
+        ValueError: for an unknown name, with all names that are known; or a file that is not such a table.
         OSError: if the file cannot be read.
     """
     table = _read_package()
@@ -111,8 +111,8 @@ def find_hardware(name: str, file: str | os.PathLike[str] | None = None) -> Hard
     gpu, number = (match["gpu"], match["number"]) if match else (name, None)
     if gpu not in table or number is None:
         raise ValueError(
-            f"{name!r} is unknown hardware; known are {', '.join(sorted(table))}, each also with the number of GPUs in "
-            "a host behind it, as in h200x8. A machine of your own goes in a file: --hardware-file FILE"
+            f"{name!r} is unknown hardware; known are {', '.join(sorted(table))}, each also followed by the number of "
+            "GPUs in a host, as in h200x8. Describe another machine in a file: --hardware-file FILE"
         )
     return _make(name, gpu, int(number), table[gpu])
 
@@ -142,7 +142,7 @@ def _read(file: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
         with open(file, "rb") as opened:
             table = tomllib.load(opened)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{os.fspath(file)} is no TOML file: {error}") from None
+        raise ValueError(f"{os.fspath(file)} is not a TOML file: {error}") from None
     for name, row in table.items():
         if not isinstance(row, dict):
             raise ValueError(f"{os.fspath(file)}: {name} must be a machine, as [{name}] with a line for each value")
@@ -152,7 +152,9 @@ def _read(file: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
 def _make(name: str, gpu: str, num_gpus: int, row: Mapping[str, Any]) -> Hardware:
     known = {field.name for field in fields(Hardware)} - {"name", "num_gpus"}
     if unknown := sorted(row.keys() - known):
-        raise ValueError(f"hardware {gpu}: {unknown[0]} is no value of a machine; those are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"hardware {gpu}: {unknown[0]} is not a value of a machine; those are {', '.join(sorted(known))}"
+        )
     if missing := sorted(known - row.keys()):
         raise ValueError(f"hardware {gpu}: {missing[0]} is missing; a new machine needs {', '.join(sorted(known))}")
     try:

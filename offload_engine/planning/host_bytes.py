@@ -58,7 +58,7 @@ class HostBytes:
             self._add_slab(peak * 33 // 32)
 
     def lend(self, nbytes: int) -> Lent:
-        """Lend so many bytes."""
+        """Lend `nbytes` bytes."""
         self.lent_bytes += nbytes
         self.peak_lent_bytes = max(self.peak_lent_bytes, self.lent_bytes)
         taken = self._free.take(nbytes)

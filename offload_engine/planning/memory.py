@@ -20,8 +20,8 @@ from offload_engine.schedule import Action
 
 _WASTED_KEEPING: Final = 5 / 8
 _WASTED_MOVING: Final = 9 / 10
-"""Of what the floor has reserved in vain: so much other steps do where nothing moves, and where some does. (Twelve
-budgets on an H200: 0.60 and 0.64 of it where nothing moved, else 0.4 to 1.16.)"""
+"""Reserved but unused bytes of other steps, as shares of the floor's: where nothing moves, and where something moves.
+(Twelve budgets on an H200: 0.60 and 0.64 where nothing moved, otherwise 0.4 to 1.16.)"""
 
 
 class Excess(NamedTuple):
@@ -29,7 +29,7 @@ class Excess(NamedTuple):
 
     allocated: int = 0
     wasted: int = 0
-    """Beside its peak of allocated bytes: reserved in vain, or outside of the allocator."""
+    """Bytes besides the peak of allocated bytes: reserved but unused, or outside the allocator."""
 
     @property
     def total(self) -> int:
@@ -44,7 +44,7 @@ class MeasuredBoundary(NamedTuple):
     peak_bytes: int
     """The most that was allocated since the boundary before."""
     resident_bytes: int
-    """Of groups, on the device."""
+    """Bytes of groups on the device."""
 
 
 class MeasuredMemory(NamedTuple):
@@ -54,9 +54,9 @@ class MeasuredMemory(NamedTuple):
     between_bytes: int
     """The most that was allocated between this step and the next, by an optimizer for instance."""
     overhead_bytes: int
-    """Of what the process holds besides its peak of allocated bytes: reserved by the allocator, and outside of it."""
+    """Bytes besides the peak of allocated bytes: reserved by the allocator but unused, or outside the allocator."""
     wasted_bytes: int = 0
-    """Of these, what is reserved."""
+    """The part of these that the allocator reserves."""
 
 
 Moment = tuple[BoundaryKind, int, int]
@@ -93,9 +93,9 @@ class MemoryModel:
     """How much less of the groups was there than might have been, because copy-outs were complete. Scaled by how much
     leaves. Empty where that is left to chance."""
     floor_bytes: int
-    """Of groups that leave at all when everything is offloaded."""
+    """Bytes of the groups that leave when everything is offloaded."""
     floor_moved_bytes: int = 0
-    """Copied out in a step in which everything is offloaded."""
+    """Bytes copied out in a step in which everything is offloaded."""
     between_bytes: int = 0
     overhead_bytes: int = 0
     wasted_bytes: int = 0
@@ -147,7 +147,7 @@ class MemoryModel:
         return max(residents, key=lambda boundary: self._peak_at(boundary, residents[boundary], 0.0), default=None)
 
     def corrected(self, excess: Excess) -> MemoryModel:
-        """Return the model of a step that took so much more than predicted."""
+        """Return the model corrected by a step that took `excess` more than predicted."""
         return replace(
             self,
             correction_bytes=self.correction_bytes + excess.allocated,

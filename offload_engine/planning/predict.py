@@ -27,7 +27,7 @@ class Prediction(NamedTuple):
     held_bytes: int
     """What the process holds on its device at the most."""
     resident_bytes: int
-    """Of groups on the device at the most."""
+    """Largest number of bytes of groups on the device."""
     step_ms: float
     exposed_ms: dict[str, float]
     """How long compute waits for the copies of groups, by their name."""
@@ -52,7 +52,7 @@ class Costs:
 
     link: Link = Link()
     host_us: float = 25.0
-    """Of the host, to copy a group out and in."""
+    """Host time to copy one group out and in."""
     options: tuple[RecomputeOption, ...] = ()
     floor_ms: float | None = None
     """Measured, of a step in which everything was offloaded; None: as simulated."""

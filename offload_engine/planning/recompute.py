@@ -21,13 +21,13 @@ class RecomputeOption:
     """
 
     name: str
-    """Of what is recomputed."""
+    """Name of the module that is recomputed."""
     replaces: frozenset[Slot]
     """The groups whose tensors are not saved, in one layer of one virtual stage."""
     freed_bytes: int
-    """Of these groups, for one microbatch."""
+    """Bytes that these groups no longer save, for one microbatch."""
     milliseconds: float
-    """Of compute in the backward of one microbatch."""
+    """Compute time that it adds to the backward of one microbatch."""
     comes_back: bool = True
     """The freed bytes are on the device again during that backward; False: where only saved bytes are measured."""
 

@@ -54,7 +54,8 @@ def parse_saved(text: str, source: str) -> SavedPlan:
         return SavedPlan(_allowance(rows, {name: data[name] for name in _NUMBERS}), data["held_bytes"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{source} is no plan of this version ({type(error).__name__}: {error}): remove it, and a new one is made"
+            f"{source} is not a plan of this version ({type(error).__name__}: {error}): remove it, and a new one is "
+            "made"
         ) from None
 
 

@@ -40,17 +40,17 @@ class GroupShape:
 
     name: str
     layer: int = -1
-    """Of the chunk, from 0; -1: unknown, or of no layer."""
+    """Number of its layer in the chunk, from 0; -1: unknown, or outside the layers."""
     nbytes: int = 0
     """Bytes that its copy-out moves; 0: unknown, or nothing."""
     forward_ms: float = 0.0
-    """Of compute, from its begin to its commit."""
+    """Compute time from its begin to its commit."""
     backward_ms: float = 0.0
-    """Of compute, from the begin of its backward to its end."""
+    """Compute time from the begin to the end of its backward."""
     lead_ms: float = 0.0
-    """Of compute in forward, from the commit before (or the begin of the chunk) to its begin."""
+    """Compute time of the forward from the previous commit, or the begin of the chunk, to its begin."""
     lead_backward_ms: float = 0.0
-    """Of compute in backward, from the end of its backward to the begin of the next."""
+    """Compute time from the end of its backward to the begin of the next one."""
     may_delay: bool = False
     """Its copy-out may wait for the launch of the experts after it."""
     keep: bool = False
@@ -79,21 +79,21 @@ class ChunkShape:
     num_layers: int = 0
     """Layers of the chunk; 0: up to the last that has a group."""
     tail_index: int | None = None
-    """So many groups have begun when the tail of the forward begins; None: it has no tail."""
+    """Number of groups that have begun when the tail of the forward begins; None: there is no tail."""
     launch_counts: tuple[int, ...] = ()
-    """At these numbers of committed groups the device has work again that it waited for the host to launch."""
+    """Numbers of committed groups at which the device, idle until then, gets work from the host again."""
     has_head: bool = False
     """Logits and loss end its forward."""
     head_ms: float = 0.0
-    """Of compute, in the forward of the head."""
+    """Compute time of the head's forward."""
     head_backward_ms: float = 0.0
-    """Of compute, in the backward of the head."""
+    """Compute time of the head's backward."""
     rest_ms: float = 0.0
-    """Of compute in forward, from the commit of the last group to the head, or to the end."""
+    """Compute time of the forward from the last commit to the head, or to the end."""
     rest_backward_ms: float = 0.0
-    """Of compute in backward, from its begin, or that of the head's end, to the last group."""
+    """Compute time of the backward from its begin, or the end of the head's backward, to the last group."""
     held_counts: tuple[int, ...] = ()
-    """At these numbers of committed groups outside references are declared as no longer read."""
+    """Numbers of committed groups at which outside references are declared as no longer read."""
 
     def __post_init__(self) -> None:
         _check_not_negative(self, ("num_layers", "head_ms", "head_backward_ms", "rest_ms", "rest_backward_ms"))

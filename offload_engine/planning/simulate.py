@@ -39,7 +39,7 @@ class RankJob:
     shapes: Shapes
     bounds: Bounds = field(default_factory=Bounds)
     boundaries: tuple[tuple[Boundary, ...], ...] | None = None
-    """Of each action, as `step_boundaries` lists them, if they are known."""
+    """The boundaries of each action, as `step_boundaries` lists them, if they are known."""
 
     def of_actions(self) -> Iterator[tuple[Action, Sequence[Boundary]]]:
         """Iterate over the actions and their boundaries."""

@@ -22,8 +22,8 @@ class Decision(NamedTuple):
 
     choices: Choices = Choices()
     resident_bytes: int | None = None
-    """Of groups on the device, by which all others stay as long as there is room; None: they leave as early as they
-    can, and come back as late."""
+    """Bound on the bytes of groups on the device: groups that are not kept stay while they fit. None: they leave as
+    early as possible, and come back as late as possible."""
 
 
 class PlannedStep(NamedTuple):

@@ -23,7 +23,7 @@ class NotedGroup(NamedTuple):
     """A group, as it is when a boundary names it."""
 
     number: int
-    """Of the chunk, from 0."""
+    """Index of the group in its chunk."""
     name: str
     layer: int
     own_bytes: int
@@ -38,11 +38,11 @@ class NotedBoundary(NamedTuple):
     chunk: ChunkKey | None
     group: NotedGroup | None
     at_ms: float
-    """Of compute, since the step began."""
+    """Compute time since the step began."""
     peak_bytes: int
     """The most that was allocated since the boundary before."""
     resident_bytes: int
-    """Of groups, on the device."""
+    """Bytes of groups on the device."""
 
 
 _Note = Callable[[BoundaryKind, ChunkKey | None, NotedGroup | None], None]
@@ -60,11 +60,11 @@ class RehearsalEngine(OffloadEngine):
     def __init__(self, config: OffloadConfig, device: RehearsalDevice, pipeline: tuple[int, int] = (0, 1)) -> None:
         super().__init__(config, device, pipeline=pipeline, logs_first_step=False)
         self.boundaries: list[NotedBoundary] = []
-        """Of the last step."""
+        """The boundaries of the last step."""
         self.peak_bytes = 0
-        """Allocated in the last step at most."""
+        """Most bytes allocated in the last step."""
         self.milliseconds = 0.0
-        """That the last step took, without waiting for other ranks."""
+        """Time of the last step, without waits for other ranks."""
         self._rehearsed = device
 
     def begin_iteration(

@@ -17,11 +17,11 @@ from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, s
 from offload_engine.schedule import Action
 
 CONTEXT_BYTES: Final = 600 << 20
-"""Of a process on its GPU outside torch's allocator: CUDA's context, its libraries, communicators."""
+"""GPU memory of a process outside torch's allocator: CUDA's context, libraries, communicators."""
 _HOST_SHARE: Final = 0.8
-"""Of a host's memory that may be pinned."""
+"""Share of a host's memory that may be pinned."""
 RESERVED_SHARE: Final = 1.08
-"""What the allocator reserves, of what it hands out. 1.05 to 1.13 in docs/results, up to 1.4 at 65,536 tokens."""
+"""Reserved bytes per allocated byte: 1.05 to 1.13 in docs/results, up to 1.4 at 65,536 tokens."""
 
 
 CHOSEN: Final = "chosen within the budget"
@@ -34,9 +34,9 @@ class WayForecast(NamedTuple):
     peak_bytes: int
     """Allocated at most."""
     milliseconds: float
-    """Of compute, without waiting for other ranks."""
+    """Compute time, without waits for other ranks."""
     host_bytes: int = 0
-    """Pinned."""
+    """Pinned bytes."""
     copied_out_bytes: int = 0
     """In the rehearsed step."""
 
@@ -57,7 +57,7 @@ class RankForecast(NamedTuple):
     ways: tuple[WayForecast, ...]
     """No offload, offload, and full recomputation if the model has it, in this order."""
     bounds: Bounds = Bounds()
-    """Of offload."""
+    """Bounds of the offload policy."""
     is_combined: bool = False
     """Forward and backward of two chunks run together."""
     chosen: Prediction | None = None
@@ -75,9 +75,9 @@ class ModuleForecast(NamedTuple):
     moved_bytes: int
     """Copied out, and in again."""
     link_ms: float
-    """Of both copies."""
+    """Time of both copies."""
     exposed_ms: float
-    """That compute waits for them."""
+    """How long compute waits for them."""
 
 
 class StepForecast(NamedTuple):
@@ -86,9 +86,9 @@ class StepForecast(NamedTuple):
     name: str
     milliseconds: float
     gpu_bytes: int
-    """Of the rank that holds most."""
+    """GPU memory of the rank that holds most."""
     host_bytes: int
-    """Pinned by all GPUs of a node together."""
+    """Bytes pinned for all GPUs of a node together."""
     fits: bool
 
 
@@ -102,11 +102,11 @@ class Forecast(NamedTuple):
     """What a process may hold on its GPU."""
     link: Link
     num_tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     optimizer_ms: float
     ranks: tuple[RankForecast, ...]
     modules: tuple[tuple[ModuleForecast, ...], ...]
-    """Of each rank."""
+    """The modules of each rank."""
     steps: tuple[StepForecast, ...]
 
 

@@ -31,7 +31,7 @@ from offload_engine.schedule import no_pipelining
 NUM_WAYS: Final = 4
 """Rehearsals of a model, the last of which is only needed where the first does not fit."""
 _WORKSPACE_BYTES: Final = 64 << 20
-"""Of cuBLAS, on Hopper."""
+"""Workspace of cuBLAS on Hopper."""
 _PIECE_BYTES: Final = 1 << 30
 """A system refuses to promise more at once than it has, though no page of it is ever touched."""
 _NUM_STEPS: Final = 2

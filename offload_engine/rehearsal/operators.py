@@ -35,9 +35,9 @@ class Operator(NamedTuple):
     """Without its overload."""
     kind: Kind
     names: tuple[str, ...]
-    """Of its arguments, in order."""
+    """Names of its arguments, in order."""
     written: tuple[str, ...]
-    """Those that it writes to."""
+    """Names of the arguments that it writes to."""
     num_returns: int
     takes_device: bool
 

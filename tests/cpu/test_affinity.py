@@ -100,7 +100,9 @@ def test_a_machine_that_does_not_tell_changes_nothing(
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
     binding = bind_to_gpu(torch.device("cuda", 0), tmp_path)
     assert not binding.cpus and threads.cpus == {7: set(range(16)), 8: set(range(16))}
-    assert binding.text.endswith("not bound to the CPUs near cuda:0: this machine does not tell which CPUs are near it")
+    assert binding.text.endswith(
+        "not bound to the CPUs near cuda:0: this machine does not report which CPUs are near it"
+    )
 
 
 def test_without_a_gpu_an_engine_warns_and_changes_nothing(threads: Threads, caplog: pytest.LogCaptureFixture) -> None:

@@ -321,7 +321,7 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="comes before the first iteration"):
         load_plan(OffloadEngine(config()), tmp_path / "plan.json")
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"plan.json is no plan of this version \(KeyError: 'version'\): remove it"):
+    with pytest.raises(ValueError, match=r"plan.json is not a plan of this version \(KeyError: 'version'\): remove it"):
         load_plan(OffloadEngine(config(gpu_budget=1)), tmp_path / "plan.json")
 
 

@@ -173,7 +173,7 @@ def test_a_plan_may_be_loaded_twice_and_a_damaged_one_is_refused(tmp_path: Path)
     for name, value in (("held_bytes", None), ("held_bytes", 1.5), ("slots", [["0", *good["slots"][0][1:]]])):
         file.write_text(json.dumps({**good, name: value}))
         engine, _ = layers(make_model())
-        with pytest.raises(ValueError, match="plan.json is no plan of this version"):
+        with pytest.raises(ValueError, match="plan.json is not a plan of this version"):
             load_plan(engine, file)
         engine.close()
 

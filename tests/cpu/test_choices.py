@@ -158,6 +158,15 @@ def test_what_is_kept_stays_under_every_policy(policy: PolicySettings) -> None:
     assert bench.left & KEPT
 
 
+def test_a_plan_moves_nothing_that_is_chosen_to_stay() -> None:
+    bench = trained(Planned())
+    bench.engine._keeping.allow(allowance())
+    bench.step()
+    assert bench.engine.plan is not None
+    moved = {group.index for _, (_, group) in bench.engine.plan.moves()}
+    assert moved == {1, 2, 3, 4}, "of six, without the first and the last, which are kept"
+
+
 def test_room_is_given_to_plans_only() -> None:
     bench = trained(Planned(), num_stages=1)
     bench.engine._keeping.allow(allowance(frozenset(), room_bytes=11 * GROUP_BYTES))
@@ -198,7 +207,7 @@ def test_a_plan_in_a_file_is_exact(saved: SavedPlan) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 0}', '{"version": 1, "held_bytes": 1}', "nonsense"])
 def test_what_is_no_plan_is_refused_by_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^plan.json is no plan of this version \(.*\): remove it") as caught:
+    with pytest.raises(ValueError, match=r"^plan.json is not a plan of this version \(.*\): remove it") as caught:
         parse_saved(text, "plan.json")
     assert "\n" not in str(caught.value)
 

@@ -57,12 +57,12 @@ def test_a_users_file_changes_and_adds_machines(table: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[h200]\nspeed = 3\n", "hardware h200: speed is no value of a machine"),
+        ("[h200]\nspeed = 3\n", "hardware h200: speed is not a value of a machine"),
         ("[h201]\ngpu_gib = 3\n", r"hardware h201: \w+ is missing"),
         ("[h200]\ngpu_gib = -1\n", "hardware h200: gpu_gib must be a number above 0, got -1"),
         ("[h200]\nsource = 'guess'\n", "source must be one of measured, datasheet"),
         ("h200 = 3\n", r"h200 must be a machine, as \[h200\]"),
-        ("[h200\n", "is no TOML file"),
+        ("[h200\n", "is not a TOML file"),
     ],
 )
 def test_mistakes_in_a_file(table: Path, text: str, message: str) -> None:

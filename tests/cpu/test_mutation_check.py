@@ -17,6 +17,7 @@ pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 ROOT = TOOLS.parent
 mutation_check, tested_lines = load_tool("mutation_check"), load_tool("tested_lines")
+mutations = load_tool("mutations")
 
 
 def test_every_documented_rule_has_a_wait_to_remove() -> None:
@@ -33,8 +34,16 @@ def test_every_wait_on_an_event_is_found() -> None:
         if path.is_relative_to(devices) or path in others:
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if re.search(r"\.(wait_event|synchronize)\(", line):
-                assert (path.relative_to(ROOT), number) in found, f"{path.name}:{number}: {line.strip()}"
+            if re.search(r"(?<!def )\b(wait_event|synchronize|_?await_\w+|wait_for_last_copy)\(", line):
+                is_found = (path.relative_to(ROOT), number) in found or "early wait" in line
+                assert is_found, f"{path.name}:{number}: {line.strip()}"
+
+
+def test_decisions_of_every_policy_are_changed() -> None:
+    policies = {f"_policy/{path.name}" for path in (ROOT / "offload_engine/_policy").glob("*.py")}
+    without_decisions = {"_policy/__init__.py", "_policy/policy.py", "_policy/choose.py"}
+    assert policies - without_decisions <= set(mutations.FILES)
+    assert len(set(mutations.FILES)) == len(mutations.FILES) > 20
 
 
 def test_mutations_are_programs_that_differ() -> None:

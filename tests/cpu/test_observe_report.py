@@ -202,7 +202,7 @@ def test_the_command_merges_with_a_profile(
     assert "gemm" in {event["name"] for event in json.loads(gzip.decompress(both.read_bytes()))["traceEvents"]}
 
 
-NOT_JSON = "is no trace: not complete, or not JSON"
+NOT_JSON = "is not a trace: not complete, or not JSON"
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,6 @@ def test_a_loop_of_another_shape_is_no_reason_to_end(loop: Any, caplog: pytest.L
     del loop.print_rank_last
     log = TrainingLog(lambda: None)
     log.attach(None)
-    assert "the training log will not tell of offload" in caplog.text
+    assert "the training log will not show offload figures" in caplog.text
     assert "_around_log" not in repr(loop.training_log)
     log.remove()

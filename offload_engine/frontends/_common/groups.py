@@ -46,9 +46,14 @@ class SavedInGroup(NamedTuple):
             CopyError: if a copy has failed.
             RuntimeError: if the tensor was modified in place since it was saved, as autograd itself would.
         """
-        if self.group is not None and is_in_backward() and self.chunk.boundaries.current_group != self.group.index:
-            self.chunk.on_group_commit_backward(self.group)
-        return self.chunk.tensor_pop(self.packed)
+        return unpack_in_group(self.packed, self.group, self.chunk)
+
+
+def unpack_in_group(packed: PackedTensor, group: TensorGroup | None, chunk: ChunkOffloadHandler) -> torch.Tensor:
+    """Return the tensor that `packed` stands for; see `SavedInGroup.unpack`."""
+    if group is not None and is_in_backward() and chunk.boundaries.current_group != group.index:
+        chunk.on_group_commit_backward(group)
+    return chunk.tensor_pop(packed)
 
 
 class AutomaticGroups:

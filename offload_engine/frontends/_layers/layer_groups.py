@@ -23,7 +23,7 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.compiling import is_compiled, untraced
-from offload_engine.frontends._common.groups import SavedInGroup
+from offload_engine.frontends._common.groups import unpack_in_group
 from offload_engine.frontends._common.session import Session, is_in_backward
 from offload_engine.frontends._layers.exclusions import exclude_shared_inputs, exclude_weights
 from offload_engine.frontends._layers.find_layers import Layer
@@ -312,4 +312,4 @@ class LayerGroups:
         group = saved.group
         if group is None and saved.packed.storage.group in saved.forward.input_groups:
             group = saved.packed.storage.group
-        return SavedInGroup(saved.packed, group, saved.forward.chunk).unpack()
+        return unpack_in_group(saved.packed, group, saved.forward.chunk)
