@@ -34,7 +34,7 @@ ALSO_COMPILED = (
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 48
+NUM_COMPILED = 49
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 

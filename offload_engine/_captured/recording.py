@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload_engine._captured.program import Use
-from offload_engine._captured.saves import CapturedStorage, CapturedTensor
+from offload_engine._captured.saves import BroughtBack, CapturedStorage, CapturedTensor
 from offload_engine._captured.slots import Slots
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import are_innermost
@@ -18,6 +18,8 @@ from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.handles import StayingTensor
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine.errors import OffloadError
+
+_MODIFIED = "a tensor that a captured forward saved for its backward has been modified by an inplace operation"
 
 Lend = Callable[[list[int]], "list[HostRegion] | None"]
 
@@ -79,7 +81,7 @@ class Recording:
         self._is_begun = False
         self._kept: dict[int, dict[int, CapturedStorage]] = {}  # by capture, then by storage
         self._groups: list[int] = []  # that are open: the bytes below which storages stay
-        self._brought_back: dict[CapturedStorage, torch.UntypedStorage] = {}  # by the running capture
+        self._brought_back: dict[CapturedStorage, BroughtBack] = {}  # by the running capture
         self._leaving: list[_Leaving] = []  # at the first save or read of the running capture
         self._away: list[_Leaving] = []
         # Host memory of backwards that are captured, by its sizes, with the first capture whose saves may have it.
@@ -181,15 +183,13 @@ class Recording:
 
         Raises:
             OffloadError: outside of a capture, if its bytes have left.
-            RuntimeError: if it was written in place after it had been saved.
+            RuntimeError: if it was written in place after it had been saved, or by another backward of this capture.
         """
         if not isinstance(packed, CapturedTensor):
             tensor: torch.Tensor = packed.unpack()
             return tensor
         if packed.is_modified:
-            raise RuntimeError(
-                "a tensor that a captured forward saved for its backward has been modified by an inplace operation"
-            )
+            raise RuntimeError(_MODIFIED)
         self._let_go(packed.saved)
         return self._bring_back(packed) if packed.tensor is None else packed.tensor
 
@@ -197,13 +197,14 @@ class Recording:
         if not self.is_capturing:
             raise OffloadError("the backward of a captured forward runs eagerly: capture it, too")
         saved = packed.saved
-        storage = self._brought_back.get(saved)
-        if storage is None:
+        found = self._brought_back.get(saved)
+        if found is None:
             storage, after = self._slots.take(saved.nbytes, saved.offset)  # as on the host, to be copied at once
-            self._brought_back[saved] = storage
+            found = self._brought_back[saved] = BroughtBack(storage)
             self.uses.append(Use(saved, self.number, after, storage.data_ptr()))
-        offset, shape, stride, dtype = packed.place
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+        if found.is_overwritten(packed.place):
+            raise RuntimeError(_MODIFIED)
+        return found.view(packed.place)
 
     # -- what has left -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from offload_engine._compat import torch_private
 from offload_engine._compat.tensor_reads import Reads
 from offload_engine._devices.regions import HostRegion
 from offload_engine._devices.regions import TensorSpec as Place
+from offload_engine._saved.places import overlaps
+from offload_engine._saved.storage import NEW_VIEW
 
 
 class CapturedTensor:
@@ -36,15 +38,35 @@ class CapturedTensor:
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Hold the bytes again."""
-        offset, shape, stride, dtype = self.place
-        alias = torch.empty(0, dtype=dtype, device=storage.device)
-        self.tensor = alias.set_(storage, offset, shape, stride)
+        self.tensor = _view(storage, self.place)
         self._version = self.tensor._version
 
     @property
     def is_modified(self) -> bool:
         """Return whether the tensor has been written in place since it was saved."""
         return self.tensor is not None and self.tensor._version != self._version
+
+
+class BroughtBack:
+    """The bytes of a storage that has left, where one capture reads them.
+
+    Args:
+        storage: in the memory of that capture.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._views: list[tuple[Place, torch.Tensor]] = []
+
+    def view(self, place: Place) -> torch.Tensor:
+        """Return a tensor over the bytes at a place."""
+        view = _view(self._storage, place)
+        self._views.append((place, view))
+        return view
+
+    def is_overwritten(self, place: Place) -> bool:
+        """Return whether what `view` has returned was written in place, over bytes at `place`."""
+        return any(view._version > NEW_VIEW and overlaps(written, place) for written, view in self._views)
 
 
 class CapturedStorage:
@@ -109,3 +131,8 @@ class CapturedStorage:
             handle.hold(storage)
         self.is_grouped = False
         return False
+
+
+def _view(storage: torch.UntypedStorage, place: Place) -> torch.Tensor:
+    offset, shape, stride, dtype = place
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)

@@ -23,17 +23,17 @@ class PackedTensor:
     graphs, unused branches and abandoned graphs need no special handling.
     """
 
-    __slots__ = ("storage", "place", "_handles", "_retired", "_is_conj", "_is_neg", "has_storage_spec")
+    __slots__ = ("storage", "place", "_handles", "_retired", "is_lazy", "_is_conj", "_is_neg", "has_storage_spec")
 
     def __init__(
         self, tensor: torch.Tensor, found: Reads, storage: SavedStorage, retired: RetireQueue, is_first: bool
     ) -> None:
         self._retired = retired
         self.place: Place = found[5]
-        is_lazy: bool = found[7]
-        self._is_conj = is_lazy and tensor.is_conj()
-        self._is_neg = is_lazy and tensor.is_neg()
-        self.has_storage_spec: bool = is_first and not is_lazy and found[6]
+        self.is_lazy: bool = found[7]
+        self._is_conj = self.is_lazy and tensor.is_conj()
+        self._is_neg = self.is_lazy and tensor.is_neg()
+        self.has_storage_spec: bool = is_first and not self.is_lazy and found[6]
         if self.has_storage_spec:
             storage.spec = self.place
         self.storage: SavedStorage = storage
@@ -42,17 +42,21 @@ class PackedTensor:
         if not is_first:
             storage.watch(tensor, id(self))
 
-    def view(self, buffer: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-        """Return the saved tensor over the storage of `buffer`: same shape, stride, offset and dtype.
+    def view(self, storage: torch.UntypedStorage, empty: torch.Tensor) -> torch.Tensor:
+        """Return the saved tensor over `storage`: same shape, stride, offset and dtype, but as if it were not lazy.
 
         Args:
-            buffer: its storage holds the bytes.
+            storage: holds the bytes.
             empty: any tensor of the saved dtype on the device. The result is made from an alias of it, in half the time
                 of a new tensor.
         """
         tensor = empty.data  # unlike detach(), with a version counter of its own
         offset, shape, stride, _ = self.place
-        tensor.set_(buffer.untyped_storage(), offset, shape, stride)
+        tensor.set_(storage, offset, shape, stride)
+        return tensor
+
+    def lazily(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `view` has made as it was saved: conjugated, negated, or both."""
         if self._is_conj:
             tensor = tensor.conj()
         return _neg_view(tensor) if self._is_neg else tensor

@@ -203,6 +203,7 @@ class StorageMover:
     def hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo the release of a buffer whose bytes an outside reference, `holder`, has kept on the device."""
         saved.buffer, saved.storage, saved.spec = holder.detach(), holder.untyped_storage(), None
+        saved.is_as_saved = False
         self.counters.hold([saved])
         self.counters.count_arrival(saved.nbytes)
         self._move([saved], COPYING_OUT)

@@ -22,6 +22,46 @@ def covers(saved: Place, other: Place) -> bool:
     return saved_begin < end and begin < saved_end and not _is_dense(other)
 
 
+def overlaps(first: Place, second: Place) -> bool:
+    """Return whether two places have a byte in common. May be True although they have none, if both have gaps.
+
+    It is exact for the parts of a split along any dimension.
+    """
+    if 0 in first[1] or 0 in second[1]:
+        return False
+    begin, end = _span(first)
+    other_begin, other_end = _span(second)
+    if end <= other_begin or other_end <= begin:
+        return False
+    return not any([_are_apart(first, second, row) for row in {*_steps(first), *_steps(second)}])
+
+
+def _are_apart(first: Place, second: Place, row: int) -> bool:
+    """Return whether two places have different columns of a matrix whose rows have `row` bytes."""
+    columns, other_columns = _columns(first, row), _columns(second, row)
+    if columns is None or other_columns is None:
+        return False
+    return columns[1] <= other_columns[0] or other_columns[1] <= columns[0]
+
+
+def _columns(place: Place, row: int) -> tuple[int, int] | None:
+    """Return the first and the last column of a place, and None if it is no range of columns.
+
+    As `_span`, in bytes.
+    """
+    offset, shape, strides, dtype = place
+    begin: int = offset * dtype.itemsize % row
+    inner = [(size, stride) for size, stride in zip(shape, strides) if stride * dtype.itemsize % row]  # noqa: B905
+    end = begin + sum([(size - 1) * stride for size, stride in inner]) * dtype.itemsize + dtype.itemsize
+    return (begin, end) if end <= row else None
+
+
+def _steps(place: Place) -> list[int]:
+    """Return the strides of a place in bytes, of dimensions that have several elements."""
+    _, shape, strides, dtype = place
+    return [stride * dtype.itemsize for size, stride in zip(shape, strides) if size > 1 and stride]  # noqa: B905
+
+
 def _span(place: Place) -> tuple[int, int]:
     """Return the first byte of a place, and the one behind its last."""
     offset, shape, strides, dtype = place

@@ -15,7 +15,7 @@ from offload_engine._devices.base import Event, Stream
 from offload_engine._devices.regions import HostRegion, TensorSpec
 from offload_engine._devices.regions import TensorSpec as Place
 from offload_engine._host.leases import GroupLease
-from offload_engine._saved.places import covers
+from offload_engine._saved.places import covers, overlaps
 from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
 
@@ -54,6 +54,9 @@ COPYING_OUT.following = (ON_HOST, RESIDENT, RETIRED)  # RESIDENT: recalled
 ON_HOST.following = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outside reference still has the bytes
 COPYING_IN.following = (RESIDENT, RETIRED)
 RETIRED.following = ()
+
+NEW_VIEW: Final = 1
+"""Version of a tensor that `PackedTensor.view` has just made: `set_` counts as a write."""
 
 _is_unmodified: Final[Any] = reads.is_unmodified
 _free_weak_ref: Final[Any] = torch_private.free_weak_ref
@@ -121,6 +124,9 @@ class SavedStorage:
         "region",
         "handles",
         "aliases",
+        "is_as_saved",
+        "arrived_version",
+        "views",
         "group",
         "sharers",
         "is_leaving",
@@ -152,6 +158,10 @@ class SavedStorage:
         self.handles: dict[int, Place] = {}  # of those that autograd holds, by their `id`
         # As `buffer`, for the handles of all tensors but the first, which may have version counters of their own.
         self.aliases: dict[int, torch.Tensor] | None = None
+        self.is_as_saved: bool = True  # until it is copied in, `buffer` has the form of the first tensor saved
+        self.arrived_version: int = 0  # of a copied-in buffer, before anybody had it
+        # Tensors that were unpacked over parts of a copied-in buffer: each tells whether its place was written since.
+        self.views: list[tuple[Place, torch.Tensor]] | None = None
         self.group: TensorGroup = group  # the first group that saved it, which copies it out; or the ungrouped one
         self.sharers: tuple[TensorGroup, ...] = ()  # other groups that saved it
         self.is_leaving: bool = False  # its copy-out is issued or delayed, and may lack later writes
@@ -213,13 +223,32 @@ class SavedStorage:
         if self.aliases is not None:
             if any([alias._version != self.version for alias in list(self.aliases.values())]):
                 return True
-        return self.is_modified_for(0)
+        return self.unmodified(0) is None
 
-    def is_modified_for(self, handle: int) -> bool:
-        """Return whether the bytes that a handle needs were written in place, or discarded, since they were saved."""
+    def unmodified(self, handle: int) -> torch.Tensor | None:
+        """Return an alias of the tensor that a handle stands for, which shares its version counter.
+
+        Returns:
+            None, if the bytes that the handle needs were written in place, or discarded, since they were saved.
+        """
         assert self.buffer is not None and self.storage is not None
-        saved = self.buffer if self.aliases is None else self.aliases.get(handle, self.buffer)
-        return not _is_unmodified(saved, self.version, self.storage, self.nbytes)
+        alias = self.buffer if self.aliases is None else self.aliases.get(handle, self.buffer)
+        return alias if _is_unmodified(alias, self.version, self.storage, self.nbytes) else None
+
+    def is_overwritten(self, place: Place) -> bool:
+        """Return whether what was unpacked from the copied-in buffer has been written in place, over bytes at `place`.
+
+        Each tensor over a part has a version counter of its own: parts may have had their own when they were saved,
+        and then writing into one is no modification of another.
+        """
+        assert self.buffer is not None
+        if self.buffer._version != self.arrived_version:
+            return True
+        if self.views is not None:
+            for written, view in self.views:
+                if view._version > NEW_VIEW and (written is place or overlaps(written, place)):
+                    return True
+        return False
 
     def may_be_emptied(self) -> bool:
         """Return whether only `buffer` and the `num_external_refs` declared tensors hold the storage."""

@@ -29,6 +29,7 @@ from offload_engine._saved.storage import (
     TensorGroup,
 )
 from offload_engine._saved.transfers import TransferContext, record_last_read
+from offload_engine._saved.unpacked import UnpackedTensors, check_not_overwritten
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import IN
@@ -69,10 +70,9 @@ class ActivationStore:
         self._lock = self.retired.lock
         self._dropped = self.retired.dropped
         self.context: TransferContext = context  # the engine and the executor reach recorder and ranges by it
-        self._torch_device = context.device.torch_device
         self._current_stream = context.device.current_stream  # bound once, like the next: called for each tensor
         self._pool = pool
-        self._empties: dict[torch.dtype, torch.Tensor] = {}
+        self._unpacked = UnpackedTensors(context.device.torch_device)
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
@@ -196,26 +196,25 @@ class ActivationStore:
 
         Raises:
             OffloadError: if `reset_iteration()` dropped it.
-            RuntimeError: if it was modified in place after it was saved, as autograd itself would.
+            RuntimeError: if it was modified in place after it was saved, also by a backward, as autograd itself would.
             CopyError: if its copy failed.
         """
         saved = handle.storage
         if saved.residency is not RESIDENT:
             self._bring_back(saved)
         if saved.copied_in is None:
-            _check_unmodified(saved, handle)
-        elif saved.ready_on != self._current_stream():
-            self._mover.await_copy_in([saved])
-        assert saved.buffer is not None
-        if handle.has_storage_spec and saved.spec is not None:
-            # Of what is still the saved tensor, an alias that unlike detach() has a version counter of its own.
-            tensor = saved.buffer.data if saved.copied_in is None else saved.buffer
+            tensor = self._unpacked.uncopied(saved, handle)
         else:
-            dtype = handle.place[3]
-            empty = self._empties.get(dtype)
-            if empty is None:
-                empty = self._empties[dtype] = torch.empty(0, dtype=dtype, device=self._torch_device)
-            tensor = handle.view(saved.buffer, empty)
+            if saved.ready_on != self._current_stream():
+                self._mover.await_copy_in([saved])
+            buffer = saved.buffer
+            assert buffer is not None
+            if buffer._version != saved.arrived_version or saved.views is not None:
+                check_not_overwritten(saved, handle)
+            if handle.has_storage_spec and saved.spec is not None:
+                tensor = buffer
+            else:
+                tensor = self._unpacked.view(saved, handle)
         if saved.lease is not None:  # the bytes are on host, or on their way there
             self._hand_over(saved)
         return tensor
@@ -266,11 +265,3 @@ class ActivationStore:
 def _is_another_save(saved: SavedStorage, found: Reads) -> bool:
     """Return whether a tensor of which this was read may have other bytes than `saved`, of the same storage."""
     return saved.version != found[4] or (saved.is_leaving and not saved.has_bytes_at(found[5]))
-
-
-def _check_unmodified(saved: SavedStorage, handle: PackedTensor) -> None:
-    if saved.is_modified_for(id(handle)):
-        raise RuntimeError(
-            f"a tensor saved for backward by {saved.group} has been modified by an inplace operation since; "
-            "clone it before the modification"
-        )

@@ -140,6 +140,7 @@ def copy_in(storages: list[SavedStorage], context: TransferContext) -> Event:
             if storage.emptied is not None:  # refilled in place: the tensors over it keep their own shapes
                 storage.spec = None
             storage.buffer, storage.emptied, storage.alloc_stream = copies[i][1], None, None
+            storage.arrived_version = copies[i][1]._version
         if recorder is not None:
             recorder.note_copy(IN, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))
         return copied_in
@@ -179,13 +180,13 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
     assert storage.buffer is not None
     if context.on_release is not None:
         context.on_release(storage.buffer)
-    storage.aliases = None
+    storage.aliases = storage.views = None
     storage.buffer = storage.storage = None
 
 
 def hand_over_buffer(storage: SavedStorage) -> None:
     """Leave the buffer to its one reader, on the current stream, which is `storage.stream`."""
-    storage.aliases = None
+    storage.aliases = storage.views = None
     storage.buffer = storage.storage = storage.copied_in = None
 
 

@@ -432,6 +432,42 @@ def test_a_tensor_that_was_written_after_its_save_is_an_error(engine: OffloadEng
         graph.capture_end()
 
 
+class Rewriting(Layer):
+    """Its backward writes into what it has saved, and then reads that again."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _Rewriting.apply(x, self.pool)
+
+
+class _Rewriting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pool: ToyPool) -> torch.Tensor:
+        saved = pool.launch(torch.neg, pool.empty(WIDTH), x)
+        ctx.save_for_backward(saved)
+        return pool.launch(torch.exp, pool.empty(WIDTH), saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.saved_tensors[0].mul_(2)
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_tensor_that_a_backward_has_written_is_an_error(
+    has_left: bool, engine: OffloadEngine, graphs: Graphs
+) -> None:
+    with engine.graphs.capture_layers(owner=graphs.owner) as layers:
+        chunk = GraphedChunk([Rewriting(graphs.pool, WIDTH, 1.0), *graphs.layers[: 4 * has_left]], graphs.owner)
+        chunk.capture_forward()
+        graph = graphs.owner.CUDAGraph()
+        graph.capture_begin()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            chunk._static[0][1].sum().backward()
+        graph.capture_end()
+        del chunk
+    assert (layers.copied_out_bytes > 0) == has_left
+
+
 def test_without_room_on_the_host_all_stays(graphs: Graphs) -> None:
     with engine_with(host_limit_bytes=1) as full:
         layers = captured(graphs, full)

@@ -91,8 +91,6 @@ def check_restored(tensors: list[torch.Tensor], is_on_host: bool) -> None:
             restored = [chunk.tensor_pop(handle) for handle in handles]
             assert [form_of(tensor) for tensor in restored] == [form for form, _ in expected]
             assert all(torch.equal(tensor, values) for tensor, (_, values) in zip(restored, expected, strict=True))
-            for tensor in filter(torch.Tensor.is_contiguous, restored):
-                tensor += 0  # what the backward writes in place is no modification of what was saved
         assert (engine.stats.copied_in_bytes > 0) == is_on_host
         del handles, restored
     engine.close()
