@@ -31,6 +31,13 @@ def are_alike(agree: Agree, text: str) -> bool:
     return high == -low
 
 
+def most_of(agree: Agree, own: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """Return the largest of each number over the ranks, and whether every rank has all of them."""
+    agreed = agree((*own, *(-each for each in own)))
+    most, least = agreed[: len(own)], tuple(-each for each in agreed[len(own) :])
+    return most, most == least
+
+
 def text_of_shapes(shapes: Shapes | None) -> str:
     """Return what ranks that exchange figures of chunks must have alike: their groups."""
     return str([[(group.name, group.layer) for group in shape.groups] for shape in shapes or ()])

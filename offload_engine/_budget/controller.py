@@ -101,7 +101,7 @@ class BudgetController(BudgetView):
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
         if self._num_steps and self._has_ended_everywhere():
             self._conclude(is_combined)
-        if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
+        if self.state in (State.VERIFY, State.HOLD) and self.decider.known is not None:
             if not self.decider.is_decided(tuple(actions)):
                 self._in_force.allow(self.decider.decide(tuple(actions), is_alone=True))
 

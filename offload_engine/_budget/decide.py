@@ -14,6 +14,7 @@ from offload_engine._budget.agreement import (
     agreed_numbers,
     agreed_options,
     are_alike,
+    most_of,
     text_of_shapes,
 )
 from offload_engine._budget.allowing import TOLERANCE, allowance_of
@@ -91,11 +92,6 @@ class Decider:
         self.actions: tuple[Action, ...] = ()
 
     @property
-    def has_model(self) -> bool:
-        """Return whether a step has been measured."""
-        return self.known is not None
-
-    @property
     def extra_bytes(self) -> int:
         """Return what the process holds besides its peak of allocated bytes, by what is known now."""
         if self.known is None or self.chosen is None:
@@ -122,7 +118,7 @@ class Decider:
 
     @property
     def is_at_floor(self) -> bool:
-        """Return whether everything is offloaded, because no less fits."""
+        """Return whether everything is offloaded, or recomputed, because no less fits."""
         return self.chosen is not None and self.chosen.best.decision == self.chosen.floor.decision
 
     @property
@@ -224,15 +220,13 @@ class Decider:
 
     def level(self) -> bool:
         """Take over the largest figures of the ranks that decide alike; return whether one had others."""
-        own = (0, 0, 0)
-        if self.known is not None:
-            own = self.known.model.correction_bytes, self.known.model.overhead_bytes, self.margin_bytes
-        allocated, overhead, margin, *least = self.agree((*own, *(-each for each in own)))
-        if (allocated, overhead, margin) == tuple(-each for each in least) or self.known is None:
-            return False
-        self.correct(Excess(allocated - own[0], overhead - own[1]))
-        self._left_bytes = margin
-        return True
+        model = None if self.known is None else self.known.model
+        own = (model.correction_bytes, model.overhead_bytes, self.margin_bytes) if model else (0, 0, 0)
+        most, are_equal = most_of(self.agree, own)
+        if not are_equal:
+            self.correct(Excess(most[0] - own[0], most[1] - own[1]))
+            self._left_bytes = most[2]
+        return not are_equal
 
     def decide_first(self) -> Allowance:
         """Decide about steps as the measured one.
