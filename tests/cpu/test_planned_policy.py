@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine, Planned
+from offload_engine._chunk.progress import ChunkProgress
 from offload_engine.planning.moves import DROP
 from offload_engine.planning.plan import format_plan, validate_plan
 from offload_engine.planning.simulate import PipelineJob
@@ -155,6 +157,38 @@ def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
     for _ in range(2):  # what the broken step has marked is not of the next one's shape
         bench.step(PIPELINE)
         bench.check_planned()
+
+
+def test_a_chunk_that_differed_follows_the_plan_of_a_later_step_again() -> None:
+    bench = Bench(resident_bytes=1 << 20)
+    for names in ("a b a b", "a b a b", "a c a b", "a b a b", "a b a b"):
+        bench.step(PIPELINE, names)
+    bench.check_planned()
+    assert bench.engine.stats.copied_out_bytes == 0, "all of it fits, and only unplanned chunks leave whatever fits"
+
+
+def test_completed_copies_are_released_under_every_plan_and_else_as_the_reactive_policy_does() -> None:
+    for bounds, without_plan in ({}, True), ({"resident_bytes": 2 * GROUP_BYTES}, False):
+        bench = Bench(**bounds)
+        policy: Any = bench.engine._executor.policy
+        for expected in (without_plan, True):
+            bench.step(PIPELINE)
+            assert policy.releases_completed is expected
+        bench.check_planned()
+
+
+def test_no_chunk_outlives_its_step_planned_or_not() -> None:
+    """Policies keep nothing alive that a step has made: groups hold events and, in retained graphs, storages."""
+
+    def alive() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if isinstance(each, ChunkProgress)}
+
+    bench, before = Bench(), alive()
+    for _ in range(3):  # the first goes without a plan
+        bench.step(PIPELINE)
+        assert not alive() - before
+    bench.check_planned()
 
 
 @pytest.mark.parametrize("actions", [no_pipelining(2), one_forward_one_backward(2, 0, 3)], ids=["at once", "1F1B"])
