@@ -56,7 +56,7 @@ class Captures:
         engine = attachment.engine
         if engine.graphs.layers:
             gc.collect()  # TransformerEngine before 2.10 resets no graph: cycles keep those that were dropped
-            engine.graphs.release_dropped()
+            engine.graphs.release_freed()
         self._set_running(attachment)  # for what selective recomputation keeps
         try:
             with engine.graphs.capture_layers(

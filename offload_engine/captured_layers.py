@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CapturedLayers`: CUDA graphs of parts of a step, with copies between their replays."""
+"""`CapturedLayers`: issues copies between the replays of CUDA graphs of parts of a step."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _SMALLEST_SLAB = 64 << 20  # bytes
 
 
 class CapturedLayers:
-    """Graphs that were captured together, which are replayed in the order of their captures.
+    """Graphs that were captured together, to be replayed in the order of their captures.
 
     Made by `GraphCaptures.capture_layers`. The engine keeps it until `release`.
 
     Args:
-        context: of the engine's transfers.
+        context: device and copy streams.
         slabs: host memory of its own.
-        eligibility: of what is saved.
-        saves_all: whatever is saved may leave, not only what groups save.
-        graphs_beside: as `GraphCaptures.capture_layers`.
+        eligibility: decides which saved tensors may move.
+        saves_all: tensors saved outside the groups may leave, too.
+        graphs_beside: see `GraphCaptures.capture_layers`.
         release: called by `release`, once.
 
     Attributes:
-        recording: of the captures; its groups are opened by `push` and closed by `pop`.
+        recording: records the captures; its groups are opened by `push` and closed by `pop`.
         slabs: its host memory.
-        steps: what is done around the replay of each graph; none before `complete`, and once it is released.
+        steps: waits and copies around the replay of each graph; empty before `complete` and after `release`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CapturedLayers:
         self._context = context
         self.slabs: HostSlabs = slabs
         self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
-        self._dropped: set[int] = set()
+        self._freed: set[int] = set()
         self._is_released = False
         self._release = release
         self.recording: Recording = Recording(eligibility, self._slots, self._lend, saves_all, graphs_beside)
@@ -65,7 +65,7 @@ class CapturedLayers:
             f"and back through {format_bytes(self.slot_bytes)} on the device>"
         )
 
-    # -- what is known -----------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------------------------
 
     @property
     def num_graphs(self) -> int:
@@ -73,23 +73,23 @@ class CapturedLayers:
         return len(self.steps)
 
     @property
-    def are_dropped(self) -> bool:
+    def are_freed(self) -> bool:
         """Return whether all graphs have been reset or freed."""
-        return len(self._dropped) >= self.num_graphs
+        return len(self._freed) >= self.num_graphs
 
     @property
     def copied_out_bytes(self) -> int:
-        """Return what one pass through the graphs copies to the host."""
+        """Return the bytes that one pass through the graphs copies to the host."""
         return sum(region.nbytes for step in self.steps for _, region in step.copy_outs)
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of host memory that the graphs have to themselves."""
+        """Return the bytes of host memory that these graphs own."""
         return self.slabs.nbytes
 
     @property
     def slot_bytes(self) -> int:
-        """Return the device memory that backwards read from; 0 once it is released."""
+        """Return the bytes of device memory that backwards read from; 0 once it is released."""
         return self._slots.nbytes
 
     # -- captures and replays, called by the graphs --------------------------------------------------------------------
@@ -99,11 +99,11 @@ class CapturedLayers:
         return self.recording.prepare()
 
     def begin(self) -> None:
-        """Begin to pack, inside a capture."""
+        """Start packing, inside a capture."""
         self.recording.begin()
 
     def end(self) -> None:
-        """End to pack."""
+        """Stop packing, inside a capture."""
         self.recording.end()
 
     def finish(self) -> None:
@@ -111,7 +111,7 @@ class CapturedLayers:
         self.recording.finish()
 
     def before(self, number: int) -> None:
-        """Wait for the copies that a replay needs.
+        """Make compute wait for the copies that a replay needs.
 
         Raises:
             OffloadError: as `Replays.before`; while layers are captured; and once the memory of the graphs is released.
@@ -123,36 +123,37 @@ class CapturedLayers:
         self._replays.before(number)
 
     def after(self, number: int) -> None:
-        """Issue the copies behind a replay."""
+        """Issue the copies after a replay."""
         assert self._replays is not None, "checked before the replay"
         self._replays.after(number)
 
-    def drop(self, number: int) -> None:
-        """Note that a graph is gone."""
-        self._dropped.add(number)
+    def note_freed(self, number: int) -> None:
+        """Note that a graph has been reset or freed."""
+        self._freed.add(number)
 
-    # -- their life ----------------------------------------------------------------------------------------------------
+    # -- lifetime ------------------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """End the captures: from now on replays are followed by copies."""
+        """Finish the captures: from now on copies run around the replays."""
         recording = self.recording
         device = self._context.device.torch_device
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
         self._replays = Replays(self.steps, self._context)
 
     def abandon(self) -> None:
-        """Give up captures that were broken off: a replay of their graphs is an error from now on."""
+        """Abandon captures after an exception: a replay of their graphs is an error from now on."""
         self._is_released = True
         self._replays, self.steps = None, ()
         self.recording.end()
         self._slots.close()
-        self.slabs.free_all()
+        self.slabs.reset()
         self.slabs.close_free()
 
     def release(self) -> None:
-        """Return the host memory to the engine's pool, and the device memory of the slots. Idempotent.
+        """Release the slots, and return the host memory to the engine's pool. Idempotent.
 
-        Call it after the graphs have been reset or dropped. It waits for the copies of their last pass.
+        Call it after the graphs have been reset or dropped. Blocks the host until the copies of their last pass are
+        complete.
 
         Raises:
             OffloadError: while layers are captured.
@@ -188,7 +189,7 @@ class CapturedLayers:
 
 
 def eligibility_of(device: torch.device, min_bytes: int, weights: Iterable[torch.Tensor]) -> Eligibility:
-    """Return what decides which tensors that captures save may leave."""
+    """Return the eligibility of the tensors that captures save."""
     eligibility = Eligibility(device, min_bytes)
     eligibility.begin(weights)
     return eligibility

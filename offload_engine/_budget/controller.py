@@ -85,7 +85,7 @@ class BudgetController(BudgetView):
         Raises:
             BudgetError: if the budget is below what a step takes with everything offloaded.
         """
-        self._last.settle()
+        self._last.measure()
         with self.planning(self.state is not State.HOLD):
             self._decide(actions, is_combined)
         if self.state is not State.HOLD:
@@ -174,7 +174,7 @@ class BudgetController(BudgetView):
         what it needs.
         """
         if self._floor.has_state:
-            self._floor.settle(self._last)
+            self._floor.note_time(self._last)
             return self._go(State.MEASURE)
         has_state = self._floor.optimizers.has_state(self._num_steps)
         [lacks_state] = self.decider.meet((int(not has_state),))  # on a rank
@@ -186,7 +186,7 @@ class BudgetController(BudgetView):
         recorder = self._recorder
         assert recorder is not None
         self._num_tries += 1
-        self._floor.settle(self._last)
+        self._floor.note_time(self._last)
         if self.decider.learn(recorder, self._gauge, self._floor, is_combined):
             self._decide_first()
         elif self._num_tries >= _MAX_TRIES:

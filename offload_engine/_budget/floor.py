@@ -62,7 +62,7 @@ class FloorSteps:
         if self._margin is not None:
             self._margin.note(last.held_bytes(), last.peak_bytes)
 
-    def settle(self, last: LastStep) -> None:
+    def note_time(self, last: LastStep) -> None:
         """Note how long a step took, when the next one begins."""
         self._timed.append(_Timed(last.num_chunks, last.chunk_bytes, last.milliseconds))
 

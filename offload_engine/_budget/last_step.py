@@ -22,7 +22,7 @@ class LastStep:
         end_bytes: that the process held when it ended, or since an earlier reset of the gauge.
         num_chunks: that saved in it.
         chunk_bytes: saved by each of its chunks, on average.
-        milliseconds: that it took, if it was timed, up to the next one; see `settle`.
+        milliseconds: that it took, if it was timed, up to the next one; see `measure`.
     """
 
     def __init__(self, device: Device, gauge: MemoryGauge) -> None:
@@ -60,7 +60,7 @@ class LastStep:
         self._end_mark = self._mark()
         self.has_ended = bool(num_chunks) or not stats.managed_bytes
 
-    def settle(self) -> None:
+    def measure(self) -> None:
         """Take the time of a timed step that is over, when the next one begins. Waits for the device.
 
         What lies between two steps, such as an optimizer, counts as it was where it took the least: an evaluation

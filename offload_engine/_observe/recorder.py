@@ -38,7 +38,7 @@ class Recorder:
     """Records one step. Made when the step begins, with the device idle or not; it never waits for the device.
 
     Each `note_` call appends to a list: about a microsecond, and a few more for each time mark on a GPU. It holds no
-    tensor, and a storage only until that retires. The engine calls `finish` or `discard` at the end of the step.
+    tensor, and a storage only until that retires. The engine calls `finish` or `close` at the end of the step.
 
     Args:
         device: marks time.
@@ -188,7 +188,7 @@ class Recorder:
             counts: the counters of the iteration.
         """
         end = self._device.mark_time(self._device.current_stream())
-        self.discard()
+        self.close()
         return PendingRecord(partial(self._make, end, dict(counts or {})))
 
     def _make(self, end: TimeMark, counts: dict[str, int], pace: Pace) -> StepRecord:
@@ -198,7 +198,7 @@ class Recorder:
             origin = origin.after(lag_ms(origin, self._stream, self._clock))
         return assemble(self._notes, origin, end, self._about, counts, pace)
 
-    def discard(self) -> None:
+    def close(self) -> None:
         """Discard the recording, as after an exception in the step. Idempotent."""
         if self._modules is not None:
             self._modules.remove()

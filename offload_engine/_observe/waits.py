@@ -32,7 +32,7 @@ class WaitTimer(Recorder):
     def end(self) -> PendingTimes:
         """End the step, without waiting for the device."""
         end = self._device.mark_time(self._device.current_stream())
-        self.discard()
+        self.close()
         return PendingTimes(self._device, (self._origin.mark, end), self._waits)
 
     def _note_nothing(self, *args: Any, **kwargs: Any) -> None:

@@ -138,7 +138,7 @@ class ManagedActivations(RecordsSteps):
     def close(self) -> None:
         """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
         if self._hooks is None:
-            self._groups.take_off_left()
+            self._groups.pop_leftover()
         self._groups.session.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from offload_engine._compat.own_hooks import OwnHooks, take_off
+from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from offload_engine._compat.torch_private import tree_leaves
 from offload_engine._saved.handles import PackedTensor, StayingTensor
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
@@ -160,7 +160,7 @@ class CheckpointOffload(RecordsSteps):
             return original(function, *args, **options)
         self._session.check_open("CheckpointOffload()")
         function, args, options = _keywords_as_inputs(function, args, options)
-        self._take_off_left()
+        self._pop_leftover()
         chunk = self._session.chunk or self._session.start_forward()
         if chunk is None:  # by the budget's decision nothing leaves in this step
             return original(function, *args, **options)
@@ -190,7 +190,7 @@ class CheckpointOffload(RecordsSteps):
 
     def close(self) -> None:
         """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
-        self._take_off_left()
+        self._pop_leftover()
         self._session.close()
 
     def __enter__(self) -> CheckpointOffload:
@@ -206,9 +206,9 @@ class CheckpointOffload(RecordsSteps):
         """Return whether a checkpointed function is running; none of a forward that an interrupt has ended is."""
         return self._running is not None and self._running is self._session.chunk
 
-    def _take_off_left(self) -> None:
+    def _pop_leftover(self) -> None:
         """Take hooks off the stack that an interrupt has left there, while no checkpointed function is running."""
-        take_off(lambda unpack: unpack == self._unpack)
+        pop_own(lambda unpack: unpack == self._unpack)
 
     def _unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
         if is_in_backward():

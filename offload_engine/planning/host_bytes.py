@@ -68,7 +68,7 @@ class HostBytes:
         assert taken is not None
         return Lent(taken, nbytes)
 
-    def give_back(self, lent: Lent, read_until: float, is_unawaited: bool) -> None:
+    def return_bytes(self, lent: Lent, read_until: float, is_unawaited: bool) -> None:
         """Return bytes that a copy touches until `read_until`; `is_unawaited`: compute has not awaited that copy."""
         self.lent_bytes -= lent.nbytes
         lent.event = _Event(read_until)
@@ -78,7 +78,7 @@ class HostBytes:
 
     def note_awaited(self, lent: Lent) -> None:
         """Note that compute has awaited the copy with which `lent` was returned."""
-        self._unawaited.discard(lent.event)
+        self._unawaited.forget(lent.event)
 
     def _is_complete(self, event: _Event) -> bool:
         return self._clocks is not None and self._clocks.is_over(event.at)

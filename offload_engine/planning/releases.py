@@ -37,7 +37,7 @@ class Releases:
                 self._gone.add(group)
         released = [group for group in self._released(line.boundary) if group not in self._gone]
         self._gone.update(released)
-        self._trim()
+        self._forget_released()
         return released
 
     def _released(self, boundary: Boundary) -> list[GroupKey]:
@@ -68,7 +68,7 @@ class Releases:
                 number = position
         return number
 
-    def _trim(self) -> None:
+    def _forget_released(self) -> None:
         """Forget groups that the limit in flight has released."""
         limit = self._step.inflight_limit()
         while self._step.largest_bytes and self._queue_bytes > limit:

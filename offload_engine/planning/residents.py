@@ -111,13 +111,13 @@ class _Walk:
             self._recompute(boundary.group)
         for op, group in plan.at(boundary):
             if op is OUT:
-                self._leave(group)
+                self._copy_out(group)
             elif op is IN:
                 self._bring_back(group)
             else:
                 self._release(group)
 
-    def _leave(self, group: GroupKey) -> None:
+    def _copy_out(self, group: GroupKey) -> None:
         self._leaving.append(group)
         self._is_leaving.add(group)
         self._leaving_bytes += self.size(group)

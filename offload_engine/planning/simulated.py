@@ -107,7 +107,7 @@ class SimulatedExecutor:
         """Pass a boundary."""
         self._waits_at = boundary.kind.name
         moves = self._plan.at(boundary)
-        self._release()
+        self._release_due()
         if boundary.kind is COMMIT:
             self.groups[boundary.group].produced = self._clocks.compute
         if boundary.kind is BACKWARD:
@@ -116,16 +116,16 @@ class SimulatedExecutor:
             moves = tuple(move for move in moves if move != PlannedMove(IN, own.key))
         for move in moves:
             self._do(move)
-        self._release()
+        self._release_due()
         if boundary.kind is ITERATION_END:
-            self._release(0)
+            self._release_due(0)
 
     def _do(self, move: PlannedMove) -> None:
         group = self.groups[move.group]
         if move.op is OUT and group.nbytes:
             self._copy_out(group)
         elif move.op is DROP:
-            self._drop(group)
+            self._release(group)
         elif move.op is IN:
             self._bring_back(group)
 
@@ -150,30 +150,30 @@ class SimulatedExecutor:
     def _bring_back(self, group: Group) -> None:
         if group.place is Place.LEAVING:  # recalled: its copy-out still reads the bytes
             group.place = Place.RESIDENT
-            self._give_back(group, group.copied_out, is_unawaited=False)
+            self._return_bytes(group, group.copied_out, is_unawaited=False)
         elif group.place is Place.ON_HOST:
             self._hold(group.nbytes)
             group.copied_in = self._clocks.copy_in(group.nbytes, str(group.key))
             group.place = Place.ARRIVING
             self._in_bytes += group.nbytes
-            self._give_back(group, group.copied_in, is_unawaited=True)
+            self._return_bytes(group, group.copied_in, is_unawaited=True)
 
-    def _give_back(self, group: Group, read_until: float, is_unawaited: bool) -> None:
+    def _return_bytes(self, group: Group, read_until: float, is_unawaited: bool) -> None:
         assert group.lent is not None
-        self._host.give_back(group.lent, read_until, is_unawaited)
+        self._host.return_bytes(group.lent, read_until, is_unawaited)
 
-    def _release(self, limit: int | None = None) -> None:
+    def _release_due(self, limit: int | None = None) -> None:
         """Release groups whose copy-out is complete, and the oldest others beyond the limit."""
         limit = self._limit if limit is None else limit
         while self._queue and (self._is_over(limit) or self._clocks.is_over(self._queue[0].copied_out)):
             group = self._queue.popleft()
             self._queue_bytes -= group.nbytes
-            self._drop(group)
+            self._release(group)
 
     def _is_over(self, limit: int) -> bool:
         return self._queue_bytes > limit and not self._has_budget
 
-    def _drop(self, group: Group) -> None:
+    def _release(self, group: Group) -> None:
         if group.place is Place.LEAVING:
             self._clocks.wait(group.copied_out, f"{self._waits_at} {group.name}")
             group.place = Place.ON_HOST

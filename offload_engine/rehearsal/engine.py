@@ -76,7 +76,7 @@ class RehearsalEngine(OffloadEngine):
     ) -> None:
         """Start a step; see `OffloadEngine.begin_iteration`."""
         self._rehearsed.clocks.begin_step()
-        self.pool.take_all_back()  # of the step before, whose clocks have been set back
+        self.pool.reset()  # of the step before, whose clocks have been set back
         super().begin_iteration(actions, weights, is_combined=is_combined)
         self._rehearsed.allocated.reset_peak()
         self.boundaries, self.peak_bytes = [], 0

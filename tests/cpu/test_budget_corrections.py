@@ -39,7 +39,7 @@ def test_the_shortest_step_counts_of_those_like_the_measured_one(
     floor = FloorSteps(None)
     floor.begin_state()
     for step in ((num_chunks, chunk_bytes, 7.0), (4, 100.0, 9.0)):
-        floor.settle(SimpleNamespace(**dict(zip(("num_chunks", "chunk_bytes", "milliseconds"), step, strict=True))))  # type: ignore[arg-type]
+        floor.note_time(SimpleNamespace(**dict(zip(("num_chunks", "chunk_bytes", "milliseconds"), step, strict=True))))  # type: ignore[arg-type]
     assert floor.milliseconds == expected
 
 

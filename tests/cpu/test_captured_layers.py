@@ -511,7 +511,7 @@ def test_release_waits_for_copies_of_a_pass_that_was_broken_off(num_actions: int
 def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine, graphs: Graphs) -> None:
     with engine.iteration():
         lease = present(engine.pool.lend(1 << 20))
-        engine.pool.give_back(lease)
+        engine.pool.return_lease(lease)
     assert engine.pool.slab_bytes_total > 0
     captured(graphs, engine)
     assert engine.pool.slab_bytes_total == 0
@@ -553,13 +553,13 @@ def test_layers_whose_graphs_are_reset_or_freed_are_released(
     are_reset: bool, engine: OffloadEngine, graphs: Graphs
 ) -> None:
     captured(graphs, engine)
-    engine.graphs.release_dropped()
+    engine.graphs.release_freed()
     assert len(engine.graphs.layers) == 1
     if are_reset:
         graphs.reset()
     else:
         graphs.chunks.clear()
-    engine.graphs.release_dropped()
+    engine.graphs.release_freed()
     assert not engine.graphs.layers
 
 
@@ -593,11 +593,11 @@ def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> No
     saved = CapturedStorage(0, found)
     handle = CapturedTensor(tensor, found, saved)
     slab = GraphDevice().new_slab(64)
-    assert not saved.leave(HostRegion(slab, 0, 32), 0) and (saved.region, saved.may_leave()) == (None, False)
+    assert not saved.release(HostRegion(slab, 0, 32), 0) and (saved.region, saved.may_leave()) == (None, False)
     assert handle.tensor is not None and handle.tensor.data_ptr() == tensor.data_ptr()
     assert torch.equal(handle.tensor, tensor) and not handle.is_modified
     del tensor, found
-    assert saved.leave(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
+    assert saved.release(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
 
 
 def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngine, graphs: Graphs) -> None:
@@ -630,7 +630,7 @@ def test_captures_that_an_interrupt_has_ended_late_are_not_replayed(
 def test_a_capture_without_an_end_leaves_no_hooks_and_no_other_follows_it(
     engine: OffloadEngine, graphs: Graphs
 ) -> None:
-    with pytest.raises(OffloadError, match="was broken off"), engine.graphs.capture_layers(owner=graphs.owner):
+    with pytest.raises(OffloadError, match="was interrupted"), engine.graphs.capture_layers(owner=graphs.owner):
         graphs.owner.CUDAGraph().capture_begin()
         assert has_hooks()
         graphs.owner.CUDAGraph().capture_begin()
@@ -655,7 +655,7 @@ def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused
     with engine.graphs.capture_layers(owner=graphs.owner, graphs_beside=0):
         chunk = GraphedChunk(graphs.layers[:4], graphs.owner)
         chunk.capture_forward()
-        with pytest.raises(OffloadError, match="runs eagerly: capture it, too"):
+        with pytest.raises(OffloadError, match="runs outside a capture: capture it, too"):
             chunk._static[0][1].sum().backward()
         graph = graphs.owner.CUDAGraph()
         graph.capture_begin()

@@ -362,7 +362,7 @@ class BudgetRank(EngineRank):
     def begin_step(self) -> None:
         clocks = self.device.clocks.now
         clocks.host = clocks.compute = max(clocks.host, clocks.compute, *self.device.clocks.copied.values())
-        self.engine.pool.take_all_back()
+        self.engine.pool.reset()
         self.engine.begin_iteration(self.job.actions)
 
     def step(self) -> float:

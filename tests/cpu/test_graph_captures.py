@@ -182,7 +182,7 @@ def test_half_a_step_is_refused(training: Training, device: GraphDevice) -> None
             with training.activations:
                 losses.append(training.model(training.inputs[0]).sum())
             training.engine._executor.end_iteration()  # joins, as if the step had ended
-    with pytest.raises(OffloadError, match="dropped by reset_iteration"):
+    with pytest.raises(OffloadError, match="abandoned by reset_iteration"):
         losses[0].backward()
     assert training.is_right(training.step())
 

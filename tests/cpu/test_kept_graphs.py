@@ -113,7 +113,7 @@ def test_steps_are_steps_while_a_graph_is_kept(job: Job, tmp_path: Path, caplog:
             job.steps(1)
             assert not job.handle.engine.is_in_iteration
             assert job.handle.stats.num_groups == num_groups
-    assert caplog.text.count("saved storages outlive the iteration, first") == 1
+    assert caplog.text.count("saved storages outlive the iteration, the first is") == 1
     assert "evaluate under torch.no_grad()" in caplog.text
     file = tmp_path / "step.json"
     job.handle.record(file)

@@ -94,7 +94,7 @@ class Step:
 def step() -> Iterator[Step]:
     made = Step()
     yield made
-    made.recorder.discard()
+    made.recorder.close()
 
 
 def out_and_back(step: Step, group: Group) -> None:
@@ -263,11 +263,11 @@ def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: typ
 
 def test_the_hooks_are_off_after_the_step() -> None:
     hooks = torch.nn.modules.module._global_forward_pre_hooks
-    for end in (Recorder.finish, Recorder.discard):
+    for end in (Recorder.finish, Recorder.close):
         recorder = Step(modules=ModuleHooks()).recorder
         assert len(hooks) == 1
         end(recorder)
-        recorder.discard()
+        recorder.close()
         assert not hooks
 
 

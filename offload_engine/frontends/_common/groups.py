@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload_engine._compat.own_hooks import OwnHooks, take_off
+from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
@@ -83,12 +83,12 @@ class AutomaticGroups:
 
         Call it outside the last one: what an interrupt has left of that is taken off the stack.
         """
-        self.take_off_left()
+        self.pop_leftover()
         return OwnHooks(untraced(self.pack), untraced(self.unpack))
 
-    def take_off_left(self) -> None:
+    def pop_leftover(self) -> None:
         """Take the hooks off the stack that an interrupt has left there, where none are entered."""
-        take_off(lambda unpack: inspect.unwrap(unpack) == self.unpack)
+        pop_own(lambda unpack: inspect.unwrap(unpack) == self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
         """Pack a saved tensor; return what autograd keeps.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload_engine._compat.own_hooks import OwnHooks, are_innermost, take_off
+from offload_engine._compat.own_hooks import OwnHooks, are_innermost, pop_own
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
@@ -157,7 +157,7 @@ class LayerGroups:
         """Remove every hook, also those of an interrupted forward. Idempotent."""
         if self._own_forward is not None and self._is_on_top():
             self._abandon()
-        self._take_off_left()
+        self._pop_leftover()
         self._module_hooks.remove()
 
     def _untrace(self) -> None:
@@ -189,7 +189,7 @@ class LayerGroups:
                 self._forward.num_inside += 1  # the model calls itself, on its own output for instance
                 return
             self._abandon()  # after a KeyboardInterrupt and the like torch runs no forward hook
-        self._take_off_left()
+        self._pop_leftover()
         try:
             chunk = self.session.start_forward()
             if chunk is not None:
@@ -206,10 +206,10 @@ class LayerGroups:
         self._hooks.__enter__()
         self._forward = _Forward(chunk, is_in_context)
 
-    def _take_off_left(self) -> None:
+    def _pop_leftover(self) -> None:
         """Take off hooks that an interrupt has left on the stack, in front of a forward or behind one."""
         if self._forward is None:
-            take_off(lambda unpack: inspect.unwrap(unpack) == self._unpack)
+            pop_own(lambda unpack: inspect.unwrap(unpack) == self._unpack)
 
     def _leave_body(self, has_raised: bool = False) -> None:
         if self._own_forward is None or is_in_backward():
