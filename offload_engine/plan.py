@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training a Hugging Face model would take, before there is a GPU.
+"""Predicts what training a Hugging Face model would take, without a GPU.
 
 python -m offload_engine.plan qwen2 --set num_hidden_layers=28 hidden_size=3584 --seq-length 32768 --hardware h200
 python -m offload_engine.plan path/to/config.json --seq-length 8192 --hardware h100x8
@@ -26,8 +26,8 @@ from offload_engine.rehearsal.progress import Progress
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 
 _NOTES = (
-    "Each GPU has a whole replica, in bfloat16, with its gradients and the state of the optimizer. Fullest GPU: what "
-    "is allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA.",
+    "Each GPU has a whole replica, in bfloat16, with its gradients and optimizer state. Fullest GPU: allocated bytes, "
+    "8% more that the allocator holds, and 0.6 GiB of CUDA.",
 )
 
 
@@ -102,7 +102,7 @@ def _loss(model: Any, batch_size: int, seq_length: int) -> torch.Tensor:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m offload_engine.plan",
-        description="What training a Hugging Face model would take, before there is a GPU.",
+        description="Predicts what training a Hugging Face model would take, without a GPU.",
     )
     parser.add_argument("model", help="a model type (qwen2), or a config.json or its folder")
     parser.add_argument(
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seq-length", type=positive, default=4096, metavar="N", help="tokens of a sequence (default: %(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=1, metavar="N", help="sequences of a GPU (default: %(default)s)"
+        "--batch-size", type=positive, default=1, metavar="N", help="sequences per GPU (default: %(default)s)"
     )
     parser.add_argument(
         "--optimizer-bytes",

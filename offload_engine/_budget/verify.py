@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Verifier`: judges decisions by what steps have held with them."""
+"""`Verifier`: judges decisions by the memory of their steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_CORRECTIONS: Final = 3
 class Verifier:
     """Corrects the decisions of a decider until one is within the budget, at most three times.
 
-    A decision is judged by its second step: an empty allocator fills its segments otherwise than one that has run the
-    same step before, by up to 1 GiB. The first step tells only that it is too much.
+    A decision is judged by its second step: an empty allocator fills its segments differently from one that has run the
+    same step before, by up to 1 GiB. The first step only shows whether the decision is over the budget.
 
-    What was measured of one step fits another one only with a margin, as far as what chunks save was seen to vary.
+    The measurement of one step applies to another one with a margin: the observed variation of saved bytes.
 
     Args:
         decider: decides.
@@ -37,20 +37,23 @@ class Verifier:
         self._num_corrections = 0
 
     def begin(self) -> None:
-        """Begin with a first decision."""
+        """Start verifying a first decision."""
         self.is_settled, self._num_corrections = False, 0
 
     def fits(self, excess: Excess) -> bool:
-        """Return whether a step was within the budget, by as much as steps vary."""
+        """Return whether a step was within the budget, with the margin by which steps vary."""
         decider, chosen = self._decider, self._decider.chosen
         assert chosen is not None
         return chosen.best.held_bytes + excess.total <= decider.budget_bytes - decider.margin_bytes
 
     def judge(self, excess: Excess) -> Allowance | None:
-        """Take in what a step held beyond its prediction; return what to allow instead, None: the decision stays.
+        """Judge the decision by a step's excess over its prediction.
 
         Args:
             excess: agreed by all ranks that decide alike.
+
+        Returns:
+            What to allow instead; None: the decision stays.
         """
         decider = self._decider
         is_over = not self.fits(excess)

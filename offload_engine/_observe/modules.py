@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module runs: its qualified name, for saved tensors."""
+"""Tracks the qualified name of the running module, for saved tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class RunningModules(threading.local):
-    """Knows the innermost module whose forward runs in this thread, by hooks on every module while it is on.
+    """Knows the innermost module whose forward runs in this thread, by hooks on every module while they are on.
 
     The outermost module that is called gives the names: `decoder.layers.0.mlp` is relative to it.
     """
@@ -21,7 +21,7 @@ class RunningModules(threading.local):
         self._names: dict[torch.nn.Module, str] = {}
 
     def innermost(self) -> str:
-        """Return the name of the innermost module whose forward runs; empty where none does."""
+        """Return the name of the innermost module whose forward runs; empty if none does."""
         if not self._running:
             return ""
         module = self._running[-1]
@@ -46,7 +46,7 @@ class RunningModules(threading.local):
 
 
 class ModuleHooks:
-    """Keeps the hooks of `RunningModules` on, from its making to `remove`."""
+    """Owns the hooks of `RunningModules`, from construction to `remove`."""
 
     def __init__(self) -> None:
         self.running: RunningModules = RunningModules()
@@ -56,6 +56,6 @@ class ModuleHooks:
         ]
 
     def remove(self) -> None:
-        """Take the hooks off. Idempotent."""
+        """Remove the hooks. Idempotent."""
         while self._handles:
             self._handles.pop().remove()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes the plan of one rank on clocks, with the decisions that an engine makes beside every plan."""
+"""Executes the plan of one rank on clocks, with the decisions that an engine makes whatever the plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Place(enum.Enum):
 
 
 class Group:
-    """One group of the step, from its begin to the end of its backward."""
+    """One group of the step, from its start to the end of its backward."""
 
     def __init__(self, key: GroupKey, name: str, nbytes: int) -> None:
         self.key: GroupKey = key
@@ -63,11 +63,11 @@ class Counters(NamedTuple):
 
 
 class SimulatedExecutor:
-    """Performs planned moves; besides, and in spite of the plan:
+    """Performs planned moves, and whatever the plan says:
 
     - Groups whose copy-out is complete are released at the next boundary.
-    - Compute waits for the oldest copy-outs beyond the limit in flight. Not under a budget of resident bytes: there the
-      plan says when.
+    - Compute waits for the oldest copy-outs beyond the limit in flight, except under a budget of resident bytes, where
+      the plan says when.
     - A group that is on host when its backward begins is copied in then.
     """
 
@@ -98,7 +98,7 @@ class SimulatedExecutor:
         self._hold(shape.nbytes)
 
     def close_group(self, key: GroupKey) -> None:
-        """End the backward of a group: its bytes go, once no copy reads them any more."""
+        """End the backward of a group: its bytes are released, once no copy reads them any more."""
         group = self.groups.pop(key)
         self._clocks.wait(group.copied_out if group.place is Place.RESIDENT else 0.0, f"END {group.name}")
         self._resident_bytes -= group.nbytes

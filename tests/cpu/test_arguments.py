@@ -111,7 +111,7 @@ def test_values_survive_copies_and_a_subclass_made_later_has_them(config_class: 
         ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
         ({"offload_report": "no"}, "offload_report must be True or False"),
         ({"offload_max_inflight_bytes": "1 GiBB"}, "offload_max_inflight_bytes: '1 GiBB' is not a size"),
-        ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on how much there is"),
+        ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on a total"),
         ({"offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11}, "nothing could ever be offloaded"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "own fine_grained_activation"),
@@ -183,7 +183,7 @@ def test_flags() -> None:
     ("flag", "value", "message"),
     [
         ("host-limit-bytes", "-1", "'-1' is negative"),
-        ("host-limit-bytes", "90%", "'90%' depends on how much there is, which has no meaning here"),
+        ("host-limit-bytes", "90%", "'90%' depends on a total, and there is none here"),
         ("gpu-budget", "120%", "'120%' is not a share"),
         ("recompute", "on", "invalid choice: 'on'"),
     ],

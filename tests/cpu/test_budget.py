@@ -318,7 +318,7 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
             save_plan(engine, tmp_path / "plan.json")
         with pytest.raises(OffloadError, match="nothing to draw"):
             plot_budget(engine, tmp_path / "plan.png")
-    with pytest.raises(OffloadError, match="comes before the first iteration"):
+    with pytest.raises(OffloadError, match="call it before the first iteration"):
         load_plan(OffloadEngine(config()), tmp_path / "plan.json")
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match=r"plan.json is not a plan of this version \(KeyError: 'version'\): remove it"):
@@ -646,7 +646,7 @@ def run_out(job: Job, before: Callable[[], None] = lambda: None) -> list[str]:
     ("part", "extra", "waste"),
     [
         ("All else that is allocated has grown the most, by 3.00 GiB: weights, gradients, optimizer state", 3 << 30, 0),
-        ("What is reserved in vain or outside of torch has grown the most, by 2.00 GiB: fragments", 0, 2 << 30),
+        ("What is reserved in vain or outside torch has grown the most, by 2.00 GiB: fragments", 0, 2 << 30),
     ],
 )
 def test_running_out_of_memory_says_what_was_expected_and_what_has_grown(part: str, extra: int, waste: int) -> None:
@@ -662,12 +662,12 @@ def test_running_out_of_memory_says_what_was_expected_and_what_has_grown(part: s
     [note] = run_out(job, grow)
     assert note.startswith(
         "gpu_budget is 4.00 GiB, and the plan expected 4.00 GiB at the most: 0.00 GiB of groups of saved tensors, "
-        "4.00 GiB of all else that is allocated, 0.00 GiB of what is reserved in vain or outside of torch. When"
+        "4.00 GiB of all else that is allocated, 0.00 GiB of what is reserved in vain or outside torch. When"
     )
     assert part in note and job.steps(1).states[-1] is State.HOLD
 
 
 def test_running_out_of_memory_is_explained_by_front_ends_and_with_a_budget_only() -> None:
     [note] = run_out(ByLayers(config(gpu_budget=1 << 40)).steps(6))
-    assert "so the budget is more than this GPU has left" in note
+    assert "so the budget is more than this GPU has free" in note
     assert not run_out(ByLayers(config()))

@@ -147,7 +147,7 @@ def test_off_forbids_it() -> None:
     assert auto < off
     with pytest.raises(BudgetError, match="of a step with everything offloaded, of which"):
         NetJob(Net(), gpu_budget=auto, recompute="off").steps(8)
-    with pytest.raises(BudgetError, match="with everything offloaded, and recomputed where that is known how"):
+    with pytest.raises(BudgetError, match="with everything offloaded, and recomputed where possible"):
         NetJob(Net(), gpu_budget=auto - 1).steps(8)
     job = NetJob(Net(), gpu_budget=off, recompute="off").steps(8)
     assert not job.recomputed() and not job.summary.recomputed_bytes

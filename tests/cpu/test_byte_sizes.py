@@ -44,7 +44,7 @@ def test_bytes(text: str, nbytes: int) -> None:
 )
 def test_what_depends_on_how_much_there_is(text: str, percent: str | None) -> None:
     assert parse_size(text) == Size(percent=None if percent is None else Decimal(percent))
-    with pytest.raises(ValueError, match="depends on how much there is, which has no meaning here: give a number of"):
+    with pytest.raises(ValueError, match="depends on a total, and there is none here: give a number of"):
         parse_bytes(text)
 
 

@@ -102,7 +102,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         pytest.param(6, {"host_limit_bytes": MIB}, 3, "the host tier had no room.*host_limit_bytes=1 MiB", id="host"),
         pytest.param(6, {"policy": ResidentBudget(1)}, 2, "a budget of 1 bytes.*is less than one group", id="budget"),
-        pytest.param(6, {"policy": ResidentBudget(GIB)}, 2, "^nothing moved: the .*nothing to be gained", id="no-gain"),
+        pytest.param(
+            6, {"policy": ResidentBudget(GIB)}, 2, "^nothing moved: the .*offload gains nothing", id="no-gain"
+        ),
         # Two fit into the default budget, but of the first one half has left before that is known.
         pytest.param(2, {}, 6, "^nothing (is gained|moved)", id="two-layers"),
         pytest.param(8, {}, 8, None, id="as-it-should"),

@@ -35,7 +35,7 @@ def test_a_name_with_a_number_is_so_many_gpus_of_a_host() -> None:
 )
 def test_gpus_that_copy_at_once_share_the_host(num_gpus: int, is_both_ways: bool, link: Link) -> None:
     assert find_hardware("h200x8").link(num_gpus, is_both_ways=is_both_ways) == link
-    with pytest.raises(ValueError, match="num_copying=0"):
+    with pytest.raises(ValueError, match="num_copying must be at least 1, got 0"):
         find_hardware("h200x8").link(0, is_both_ways)
 
 
@@ -61,7 +61,7 @@ def test_a_users_file_changes_and_adds_machines(table: Path) -> None:
         ("[h201]\ngpu_gib = 3\n", r"hardware h201: \w+ is missing"),
         ("[h200]\ngpu_gib = -1\n", "hardware h200: gpu_gib must be a number above 0, got -1"),
         ("[h200]\nsource = 'guess'\n", "source must be one of measured, datasheet"),
-        ("h200 = 3\n", r"h200 must be a machine, as \[h200\]"),
+        ("h200 = 3\n", r"h200 must be a machine: \[h200\]"),
         ("[h200\n", "is not a TOML file"),
     ],
 )

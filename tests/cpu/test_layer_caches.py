@@ -181,7 +181,7 @@ def test_content_is_refused_by_name(make: Callable[[Net], torch.Tensor], message
     model = Net()
     plain = numbers(model, net_loss(model))
     handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
-    with pytest.raises(OffloadError, match=f"layers.0 is given a cache .* {message}.* use enable_ckpt=False"):
+    with pytest.raises(OffloadError, match=f"layers.0 receives a cache .* {message}.* use enable_ckpt=False"):
         make(model)
     assert_same(numbers(model, net_loss(model)), plain)  # the refused forward has left nothing
     handle.remove()

@@ -325,7 +325,7 @@ def test_one_inside_another(activations: ManagedActivations) -> None:
         y = (x * 1).exp()
         with inner:
             y = (y * 1).exp()
-        with pytest.raises(OffloadError, match="entered already: leave it first"), activations:
+        with pytest.raises(OffloadError, match="already entered: exit it first"), activations:
             raise AssertionError("not reached")
     assert activations.stats.managed_bytes == inner.stats.managed_bytes == TENSOR_BYTES
     y.sum().backward()

@@ -363,7 +363,7 @@ def test_a_forked_process_is_told_where_the_record_is(step: Step, monkeypatch: p
     record = made.get()
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert made.get() is record
-    with pytest.raises(RuntimeError, match=r"recorded in process \d+: ask for its record there"):
+    with pytest.raises(RuntimeError, match=r"recorded in process \d+: read its record there"):
         pending.get()
 
 

@@ -239,8 +239,8 @@ def test_a_file_that_is_no_recording_is_named(
         (["--merge", "both.json", "--why", "x"], "--why: not allowed with argument --merge"),
         (["--merge", "both.json", "--moves"], "--moves: not allowed with argument --merge"),
         (["--merge", "both.json", "--rank", "0"], "--rank: not allowed with argument --merge"),
-        (["--merge", "both.json", "--group", "0.3"], "--group: only of --moves"),
-        (["--why", "x", "--group", "0.3"], "--group: only of --moves"),
+        (["--merge", "both.json", "--group", "0.3"], "--group: only allowed with argument --moves"),
+        (["--why", "x", "--group", "0.3"], "--group: only allowed with argument --moves"),
     ],
 )
 def test_options_that_exclude_one_another(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,7 +327,7 @@ def test_a_missing_name_is_one_clear_error(path: str) -> None:
         torch_private.take(path)
     assert str(caught.value) == (
         f"offload_engine needs {path} (torch 2.6 to 2.15); torch {torch.__version__} has none: install a torch "
-        "between those two, or a later offload_engine that knows this one"
+        "between those two, or a later offload_engine that supports this one"
     )
 
 

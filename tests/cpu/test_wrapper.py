@@ -184,9 +184,9 @@ def test_nothing_checkpointed_is_an_error_that_says_how_to() -> None:
 
 def test_wrapped_twice_is_an_error() -> None:
     model = offload_wrapper(make_stack(), config=PLAIN)
-    with pytest.raises(ValueError, match="Stack is wrapped already"):
+    with pytest.raises(ValueError, match="Stack is already wrapped"):
         offload_wrapper(model)
-    with pytest.raises(ValueError, match="0 is wrapped already"):
+    with pytest.raises(ValueError, match="0 is already wrapped"):
         offload_wrapper(nn.Sequential(model))
     model.activation_offload.remove()
     offload_wrapper(model, config=PLAIN).activation_offload.remove()
