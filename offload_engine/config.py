@@ -118,9 +118,7 @@ class OffloadConfig:
                 "one of them"
             )
         if self.dry_run:
-            raise ValueError(
-                f"gpu_budget={self.budget_text} measures what moves, and dry_run moves nothing: leave one out"
-            )
+            raise ValueError(f"gpu_budget={self.budget_text} measures what moves, and dry_run moves nothing: omit one")
 
     @property
     def keeps_a_share(self) -> bool:

@@ -38,9 +38,9 @@ def forecast_job(
     """Rehearse a job on a machine.
 
     Args:
-        job: of the script.
-        hardware: of one node.
-        budget_bytes: what a process may hold on its GPU; None: all of it.
+        job: job of the script.
+        hardware: machine of one node.
+        budget_bytes: bytes that a process may hold on its GPU; None: all of them.
         on_progress: called `NUM_WAYS` times for each pipeline rank.
 
     Raises:
@@ -64,7 +64,7 @@ class _Rehearsed(NamedTuple):
 
     forecast: RankForecast
     modules: tuple[str, ...]
-    """To offload, of those that it has."""
+    """Names to offload, of those that it has."""
     survey: Survey
     """Survey of all its modules."""
     actions: tuple[Action, ...]
@@ -133,7 +133,7 @@ def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, num
 
 
 def _offloadable(job: TrainingJob) -> dict[str, Any]:
-    """Return the changes without which nothing could be offloaded: full recomputation is a way of its own."""
+    """Return the changes without which nothing could be offloaded: full recomputation is rehearsed separately."""
     return dict(_NO_FULL) if job.recomputes_all else {}
 
 
@@ -144,5 +144,5 @@ def _num_tokens(job: TrainingJob) -> int:
 
 
 def _optimizer_ms(job: TrainingJob, hardware: Hardware, rank: RankForecast) -> float:
-    """Return what reading and writing state, gradients and weights takes once, at the rate of other kernels."""
+    """Return how long it takes to read and write state, gradients and weights once, at the rate of other kernels."""
     return 2 * rank.state_bytes / hardware.memory_gbps / 1e6 if job.optimizer_bytes else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mode in which torch reads small device tensors without waiting for the copies of activations."""
+"""Provides a mode in which torch reads small device tensors without waiting for the copies of activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HostReads(TorchFunctionMode):
 
     Args:
         engine: performs the reads.
-        num_selected: number of results of every `masked_select`; None: the host reads it, too.
+        num_selected: number of results of every `masked_select`; None: the host reads that number, too.
     """
 
     def __init__(self, engine: OffloadEngine, num_selected: int | None = None) -> None:

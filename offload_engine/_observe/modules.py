@@ -33,7 +33,7 @@ class RunningModules(threading.local):
             self._name_all_of(module)
         self._running.append(module)
 
-    def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def exit(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """End the forward of `module`, and of those inside it that raised."""
         if module in self._running:
             while self._running.pop() is not module:
@@ -52,7 +52,7 @@ class ModuleHooks:
         self.running: RunningModules = RunningModules()
         self._handles = [
             register_module_forward_pre_hook(self.running.enter),
-            register_module_forward_hook(self.running.leave, always_call=True),
+            register_module_forward_hook(self.running.exit, always_call=True),
         ]
 
     def remove(self) -> None:

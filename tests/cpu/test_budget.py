@@ -353,7 +353,7 @@ def test_the_report_says_what_stays_and_what_it_takes() -> None:
             "gpu_budget='auto' and policy=ResidentBudget",
             {"gpu_budget": "auto", "policy": ResidentBudget(5)},
         ),
-        (ValueError, "dry_run moves nothing: leave one out", {"dry_run": True}),
+        (ValueError, "dry_run moves nothing: omit one", {"dry_run": True}),
         (TypeError, "gpu_budget must be an integer number of bytes, .*got '60GiB'", {"gpu_budget": "60GiB"}),
         (ValueError, "gpu_budget must not be negative", {"gpu_budget": -1}),
     ],

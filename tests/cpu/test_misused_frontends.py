@@ -61,7 +61,7 @@ def test_use_after_the_end() -> None:
     model = Net()
     activations = manage_activations(model, CONFIG)
     activations.close()
-    with pytest.raises(OffloadError, match=r"its close\(\) or remove\(\): call manage_activations\(\) again"):
+    with pytest.raises(OffloadError, match=r"ended by close\(\) or remove\(\): call manage_activations\(\) again"):
         activations.__enter__()
     handle = enable_activation_offloading(model, config=CONFIG)
     handle.remove()

@@ -164,9 +164,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
         ({"offload_min_tensor_bytes": ""}, "'' is not a size"),
         ({"offload_modules": ["core_attn"], "offload_min_tensor_bytes": "attn_proj=1"}, "'attn_proj' has no group"),
         ({"offload_num_layers": 0}, "offload_num_layers must be a positive number"),
-        ({"offload_num_layers": 1, **FULL}, "leave one of the two out"),
+        ({"offload_num_layers": 1, **FULL}, "omit one of the two"),
         ({"offload_rank_delta_bytes": "x"}, "offload_rank_delta_bytes: 'x' is not a size"),
-        ({"offload_fraction": 0.5, "offload_gpu_budget": "1G"}, "leave one of --offload-gpu-budget and --offload-fr"),
+        ({"offload_fraction": 0.5, "offload_gpu_budget": "1G"}, "omit one of --offload-gpu-budget and --offload-fr"),
     ],
 )
 def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:

@@ -37,7 +37,12 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
     ("dense", ["qkv_linear"], FULL, ["'qkv_linear'", "recompute_granularity='full'", "layer_input"]),
     ("dense", ["mlp_act"], MLP, ["'mlp_act'", "recompute_modules has 'mlp'"]),
     ("moe", ["router_fc1"], MOE, ["'router_fc1'", "recompute_modules has 'moe'"]),
-    ("dense", ["qkv_linear"], {**SELECTIVE, "recompute_modules": ["layernorm"]}, ["'qkv_linear'", "discarded by"]),
+    (
+        "dense",
+        ["qkv_linear"],
+        {**SELECTIVE, "recompute_modules": ["layernorm"]},
+        ["'qkv_linear'", "discards and recomputes"],
+    ),
     ("dense", ["core_attn"], {"offload_host_limit_bytes": 2048}, ["2,048", "one hidden activation of 4,096 bytes"]),
     ("dense", ["core_attn"], {"offload_dir": "/nonexistent/directory"}, ["/nonexistent/directory"]),
 ]

@@ -150,7 +150,7 @@ def test_what_a_model_offers() -> None:
     )  # fmt: skip
     names, left_out = _candidates("moe", **SHARED)
     assert {"experts", "shared_experts", "router", "dispatched_tokens"} <= set(names)
-    assert left_out["self_attn"] == "its parts move one by one"
+    assert left_out["self_attn"] == "its parts move separately"
     assert left_out["router_fc1"] == left_out["shared_fc1"] == "it moves as a part of another name"
     selective = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
     names, left_out = _candidates("mixed", **selective)

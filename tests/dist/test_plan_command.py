@@ -71,7 +71,7 @@ def test_experts_on_two_nodes_and_named_modules_only() -> None:
     flags += ["--offload-modules", "core_attn", "router_fc1"]
     out, _, status = _run(*flags, TRAINER, *MODEL, *DATA, *EXPERTS)
     assert status == 0
-    assert "4 GPUs on 2 node(s)" in out and "Experts: each is taken to get equally many tokens." in out
+    assert "4 GPUs on 2 node(s)" in out and "Experts: all are assumed to get equally many tokens." in out
     assert "router_fc1" in out and "core_attn" in out and "moe_act" not in out
 
 

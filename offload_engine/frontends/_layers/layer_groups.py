@@ -107,7 +107,7 @@ class LayerGroups:
         self._module_hooks.enclose_body(body, self._before_body, self._after_body)
         for layer in layers:
             enter = partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])
-            self._module_hooks.enclose_layer(layer, enter, self._leave_layer, self._keep_weights)
+            self._module_hooks.enclose_layer(layer, enter, self._exit_layer, self._keep_weights)
 
     @property
     def open_layer(self) -> nn.Module | None:
@@ -149,9 +149,9 @@ class LayerGroups:
             self._enter_body(is_in_context=True)
             yield
         except BaseException:
-            self._leave_body(has_raised=True)
+            self._exit_body(has_raised=True)
             raise
-        self._leave_body()
+        self._exit_body()
 
     def remove(self) -> None:
         """Remove every hook, also those of an interrupted forward. Idempotent."""
@@ -179,7 +179,7 @@ class LayerGroups:
     def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
         forward = self._own_forward
         if forward is not None and not forward.is_in_context:
-            self._leave_body(has_raised=id(sys.exception()) != forward.handled_outside)
+            self._exit_body(has_raised=id(sys.exception()) != forward.handled_outside)
 
     def _enter_body(self, is_in_context: bool = False) -> None:
         if self._forward is not None and not is_in_backward():
@@ -211,7 +211,7 @@ class LayerGroups:
         if self._forward is None:
             pop_own(lambda unpack: inspect.unwrap(unpack) == self._unpack)
 
-    def _leave_body(self, has_raised: bool = False) -> None:
+    def _exit_body(self, has_raised: bool = False) -> None:
         if self._own_forward is None or is_in_backward():
             return
         if self._own_forward.num_inside:
@@ -267,7 +267,7 @@ class LayerGroups:
         self._has_warned = True
         logger.warning(_OUTSIDE, name, self._body_name)
 
-    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def _exit_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._own_forward
         if forward is None or forward.layer is not layer or forward.num_inside or is_in_backward():
             return
