@@ -195,7 +195,7 @@ class ModelRuntime:
         self.detach_all()
 
     def detach_all(self) -> None:
-        """Remove the hooks and close the engines of all models; their next steps attach anew."""
+        """Remove the hooks and close the engines of all models; their next steps attach again."""
         while self._attachments:
             self._attachments.popitem()[1].close()
         self._running = None

@@ -249,7 +249,7 @@ class OffloadEngine(EngineView):
         recorder, self._context.recorder = self._context.recorder, None
         if recorder is not None:
             recorder.close()
-        # An interrupt may have come between any two lines, even here, so the books are not corrected but made anew.
+        # An interrupt may have come between any two lines, even here, so the books are not corrected but replaced.
         if self.budget is not None:
             self.budget.abandon()
         pop_hooks_of(self._store)

@@ -64,7 +64,7 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
         flat = mask.reshape(-1)
-        # The position of each True among the results; each False goes to one spare position behind them.
+        # The position of each True among the results; each False goes to one spare position after them.
         places = torch.where(flat, flat.cumsum(0) - 1, count)
         numbers = torch.arange(flat.numel(), device=flat.device)
         positions = numbers.new_empty(count + 1).scatter_(0, places, numbers)[:count]

@@ -27,7 +27,7 @@ class Replays:
         notes = _Notes(context)
         self._routines = [(notes.before(number, step), notes.after(number, step)) for number, step in enumerate(steps)]
         self._next = 0
-        self._is_under_way = False  # a pass has begun, and the copies behind its last graph are not issued
+        self._is_under_way = False  # a pass has begun, and the copies after its last graph are not issued
 
     def before(self, number: int) -> None:
         """Run the routine before a replay, on its stream. May be called again if that replay raised an error.

@@ -69,7 +69,7 @@ class HostSlabs:
             return False
         wanted = self.round_up(max(need, smallest, self.nbytes // _GROWTH_DIVISOR))
         room = self.room()
-        if room < need:  # other processes have taken memory meanwhile
+        if room < need:  # other processes have taken memory in between
             return False
         wanted = min(wanted, room)
         if self._add(wanted) or (wanted > need and self._add(need)):

@@ -57,7 +57,7 @@ class TransferContext:
         # Called just before a buffer is released. From then on its storage may be reused, unless the engine has another
         # buffer over it, saved again after a write. Only the tests' adversarial device has this hook.
         self.on_release: Callable[[torch.Tensor], None] | None = getattr(device, "on_release", None)
-        # Two streams: in one queue, a copy-in that the backward waits for would stand behind copy-outs.
+        # Two streams: in one queue, a copy-in that the backward waits for would queue behind copy-outs.
         self.copy_out_stream: Stream = device.new_stream("copy_out")  # trails the forward
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
 
