@@ -284,7 +284,7 @@ def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | Non
             "it. Lower the threshold, or disable the feature that installs those hooks"
         )
     if stats.num_kept_groups == stats.num_groups:
-        return "its only groups are the last of their names, and their backward comes before a copy could return"
+        return "its only groups are the last of their names: their backward comes at once, before a copy could return"
     return None
 
 

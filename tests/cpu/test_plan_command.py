@@ -106,7 +106,7 @@ def test_a_rehearsal_that_breaks_off_is_one_line_and_leaves_pictures_alone(
     assert main(["qwen2", "--set", *SETTINGS, "--plan-plot", str(plot)]) == 1
     assert (plot.read_bytes() if plot.exists() else None) == before
     error = capsys.readouterr().err
-    assert "plan: a step with no offload cannot be rehearsed: no kernel. Leave out" in error and error.count("\n") == 1
+    assert "plan: a step with no offload cannot be rehearsed: no kernel. Omit" in error and error.count("\n") == 1
 
 
 def _loss(model: Any, length: int = SEQUENCE) -> torch.Tensor:
