@@ -63,7 +63,7 @@ def parse_size(text: str) -> Size:
 
 
 def parse_bytes(text: str, unit: str = "B") -> int:
-    """Parse a size in bytes; a fraction of a byte is dropped.
+    """Parse a size in bytes; a fraction of a byte is truncated.
 
     Args:
         text: a whole number, or a number with a unit.

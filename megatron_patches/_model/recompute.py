@@ -116,7 +116,7 @@ class Switch:
         return bool(getattr(self._owner(), self._attribute, False))
 
     def set(self, on: bool) -> None:
-        """Switch it on or off for the next step. Call it between two steps; no-op if the model is gone."""
+        """Switch it on or off for the next step. Call it between two steps; no-op if the model has been freed."""
         owner = self._owner()
         if owner is not None:
             setattr(owner, self._attribute, on)

@@ -66,7 +66,7 @@ def agreed_job(agree: Agree, shapes: Shapes) -> Shapes:
 
 
 def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary]) -> MemoryModel:
-    """Return the model that holds on every rank: most for all else, least that is gone early.
+    """Return the model that holds on every rank: the most for all else, the least that is released early.
 
     Args:
         agree: with the other ranks.

@@ -67,15 +67,15 @@ class _Walk:
             self._leaving[move.group] = self._step.size(move.group)
         if boundary.kind is BACKWARD_END:
             self._resident_bytes -= self._step.size(boundary.group)
-        dropped = self._make_room()
+        released = self._make_room()
         self._resident_bytes += self._begun_behind(position)
         coming = self._order.at(boundary)
         self._bring_back(coming)
-        if not (leaving or dropped or coming):
+        if not (leaving or released or coming):
             return ()
         return (
             *leaving,
-            *(PlannedMove(DROP, group) for group in dropped),
+            *(PlannedMove(DROP, group) for group in released),
             *(PlannedMove(IN, group) for group in coming),
         )
 
@@ -110,10 +110,10 @@ class _Walk:
 
     def _make_room(self) -> list[GroupKey]:
         """Choose groups to release, so that the largest group would fit."""
-        dropped: list[GroupKey] = []
+        released: list[GroupKey] = []
         while self._leaving and self._resident_bytes + self._step.largest_bytes > self._limit:
             group = next(iter(self._leaving))
             self._resident_bytes -= self._leaving.pop(group)
             self.released.add(group)
-            dropped.append(group)
-        return dropped
+            released.append(group)
+        return released

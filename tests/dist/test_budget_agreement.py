@@ -253,7 +253,7 @@ def _error_at_the_begin(name: str) -> str:
 
 
 PLANS = {
-    "no group": ('[0, 1, "mlp_fc2"', None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank refuses"),
+    "no group": ('[0, 1, "mlp_fc2"', None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects"),
     "another layout": (
         '[0, 1, "mlp_fc2"',
         '[0, 7, "mlp_fc2"',

@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "full recomputation": (
         "mixed",
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        dict.fromkeys([*NORMS, "core_attn", "mlp", "moe"], "whole layers already"),
+        dict.fromkeys([*NORMS, "core_attn", "mlp", "moe"], "recomputes whole layers"),
     ),
     "biases": ("dense", {}, {"mlp": "add_bias_linear"}),
     "norms of several operations": ("mixed", LATENT, dict.fromkeys(NORMS, "several operations")),
