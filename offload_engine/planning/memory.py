@@ -90,8 +90,8 @@ class MemoryModel:
     """Bytes of all else but groups before each boundary; and, for steps with other microbatches, before the same
     boundary of any microbatch."""
     early_bytes: Mapping[Boundary | Moment, int]
-    """How many bytes of groups were released early, because copy-outs were complete. Scaled by the bytes that leave. Empty
-    if that is random."""
+    """How many bytes of groups were released early, because copy-outs were complete. Scaled by the bytes that leave.
+    Empty if that is random."""
     floor_bytes: int
     """Bytes of the groups that leave when everything is offloaded."""
     floor_moved_bytes: int = 0
