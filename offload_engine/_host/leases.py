@@ -16,7 +16,7 @@ class GroupLease:
     def __init__(self, pool: HostPool, lease: HostLease, num_parts: int) -> None:
         self.num_parts = num_parts
         self.events: list[Event] = []  # last copy of each returned part
-        self.copied_in: Event | None = None  # last copy-in of a part that is not returned; completes after all others
+        self.copied_in: Event | None = None  # last copy-in of a part that is not returned; completes after earlier ones
         self._lease = lease
         self._pool = pool
 
