@@ -72,7 +72,7 @@ class Hardware:
         """Return the link of one GPU.
 
         Args:
-            num_copying: number of GPUs of a host that copy at the same time; several share the total bandwidth of eight.
+            num_copying: number of GPUs of a host that copy at once; several share the total bandwidth of eight.
             is_both_ways: copies go out and in at once, as in a pipeline.
 
         Raises:
