@@ -195,7 +195,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
 )
 def test_a_rehearsal_that_breaks_off_is_one_line(name: str, message: str) -> None:
     ((_, error, status),) = run_ranks(_broken_command, name, pipeline=None)
-    assert status == 2 and f"error: {message} rehearsed: no kernel. Leave out" in error.splitlines()[-1]
+    assert status == 2 and f"error: {message} rehearsed: no kernel. Omit" in error.splitlines()[-1]
 
 
 def _broken_command(name: str) -> tuple[str, str, int]:
