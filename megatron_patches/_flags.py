@@ -149,7 +149,7 @@ SETTINGS = (
         _SIZE,
         None,
         f"How many bytes of copy-out may be in flight before compute waits{_AS_SIZES}. If the link is the "
-        "bottleneck, a larger bound makes steps shorter and the peak higher. Default: twice the largest group or less.",
+        "bottleneck, a larger one makes steps shorter and the peak higher. Default: twice the largest group, or less.",
         _size,
     ),
     Setting(

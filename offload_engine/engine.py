@@ -163,8 +163,7 @@ class OffloadEngine(EngineView):
     def exclude(self, tensor: torch.Tensor, *, for_good: bool = False) -> None:
         """Exclude the storage of `tensor` from copies in this iteration, for instance because it is recomputed.
 
-        With `for_good`, exclude it in all iterations, also while it is emptied: for buffers that weights are gathered
-        into.
+        With `for_good`, exclude it in all iterations, also while emptied: for buffers into which weights are gathered.
         """
         self._store.eligibility.exclude(tensor, for_good)
 
@@ -205,10 +204,7 @@ class OffloadEngine(EngineView):
         """Return idle host memory, which no storage uses and no copy reads, to the system.
 
         Only whole slabs are returned, but between two steps nearly all are idle. The next step allocates again, which
-        is slow for pinned memory. `close()` returns everything.
-
-        Returns:
-            Number of bytes.
+        is slow for pinned memory. Returns the number of bytes; `close()` returns everything.
         """
         self._store.retire_dropped()
         return self.pool.trim()
