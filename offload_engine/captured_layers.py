@@ -10,11 +10,13 @@ import torch
 from offload_engine._captured.program import Step, make_program
 from offload_engine._captured.recording import Recording
 from offload_engine._captured.replays import Replays
+from offload_engine._captured.share import CapturedShare
 from offload_engine._captured.slots import Slots
 from offload_engine._devices.regions import HostRegion
 from offload_engine._host.slabs import HostSlabs
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.transfers import TransferContext
+from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.sizes import format_bytes
 
@@ -29,6 +31,7 @@ class CapturedLayers:
     Args:
         context: of the engine's transfers.
         slabs: host memory of its own.
+        config: of the engine.
         eligibility: of what is saved.
         saves_all: whatever is saved may leave, not only what groups save.
         graphs_beside: as `GraphCaptures.capture_layers`.
@@ -44,6 +47,7 @@ class CapturedLayers:
         self,
         context: TransferContext,
         slabs: HostSlabs,
+        config: OffloadConfig,
         eligibility: Eligibility,
         saves_all: bool,
         graphs_beside: int,
@@ -51,11 +55,14 @@ class CapturedLayers:
     ) -> None:
         self._context = context
         self.slabs: HostSlabs = slabs
+        self._is_room_required: bool = config.host_policy == "error"
         self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
         self._dropped: set[int] = set()
         self._is_released = False
         self._release = release
-        self.recording: Recording = Recording(eligibility, self._slots, self._lend, saves_all, graphs_beside)
+        self.recording: Recording = Recording(
+            eligibility, self._slots, self._lend, CapturedShare(config), saves_all, graphs_beside
+        )
         self.steps: tuple[Step, ...] = ()
         self._replays: Replays | None = None
 
@@ -179,6 +186,12 @@ class CapturedLayers:
         if taken is None and slabs.grow(need, _SMALLEST_SLAB):
             taken = slabs.free.take(need)
         if taken is None:
+            if self._is_room_required:
+                raise OffloadError(
+                    f"a captured layer needs {need:,} bytes of host memory beside the {slabs.nbytes:,} that captures "
+                    "before it have. Raise host_limit_bytes, offload less, or set host_policy='keep' to leave on the "
+                    "device what finds no room."
+                )
             return None
         regions, offset = [], taken.start
         for nbytes in sizes:

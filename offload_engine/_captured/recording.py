@@ -10,6 +10,7 @@ import torch
 
 from offload_engine._captured.program import Use
 from offload_engine._captured.saves import BroughtBack, CapturedStorage, CapturedTensor
+from offload_engine._captured.share import CapturedShare
 from offload_engine._captured.slots import Slots
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import are_innermost
@@ -58,6 +59,7 @@ class Recording:
         eligibility: of saved tensors.
         slots: where backwards read what has left.
         lend: returns host memory for storages of these sizes, or None.
+        share: decides whether what a forward has saved stays.
         saves_all: whatever is saved may leave, not only what groups save.
         graphs_beside: how many graphs run beside the copy-out.
 
@@ -68,7 +70,15 @@ class Recording:
         left_before: captures whose storages have left, and the capture before which they did.
     """
 
-    def __init__(self, eligibility: Eligibility, slots: Slots, lend: Lend, saves_all: bool, graphs_beside: int) -> None:
+    def __init__(
+        self,
+        eligibility: Eligibility,
+        slots: Slots,
+        lend: Lend,
+        share: CapturedShare,
+        saves_all: bool,
+        graphs_beside: int,
+    ) -> None:
         self.number: int = -1
         self.is_capturing: bool = False
         self.uses: list[Use] = []
@@ -76,6 +86,7 @@ class Recording:
         self._eligibility = eligibility
         self._slots = slots
         self._lend = lend
+        self._share = share
         self._saves_all = saves_all
         self._graphs_beside = graphs_beside
         self._is_begun = False
@@ -212,6 +223,8 @@ class Recording:
         """Find what leaves of the saves of a capture, and where to. Between captures: in one nothing can be pinned."""
         storages = list(self._kept.pop(number).values())
         leaving = [saved for saved in storages if saved.may_leave()]
+        if self._share.stays(leaving):
+            return
         sizes = [saved.nbytes for saved in leaving]
         regions = self._regions(sizes, number) if leaving else None
         if regions is not None:
@@ -230,6 +243,7 @@ class Recording:
             pairs = zip(leaving.storages, leaving.regions, strict=True)
             left = [saved for saved, region in pairs if saved.leave(region, region.offset - leaving.regions[0].offset)]
             self.left_before[leaving.number] = self.number
+            self._share.note_left(left)
             self._away.append(leaving._replace(storages=left))
         self._leaving.clear()
 

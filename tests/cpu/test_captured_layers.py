@@ -508,6 +508,46 @@ def test_release_waits_for_copies_of_a_pass_that_was_broken_off(num_actions: int
     assert not any(stream.queue for stream in device._streams)
 
 
+def test_what_is_to_stay_stays_spread_over_the_forwards() -> None:
+    """What leaves is at most the share of what all forwards have saved, and the last of them stays in any case."""
+    moved = {}
+    for fraction in (1.0, 0.6, 0.5, 0.0):
+        graphs = Graphs("F0 B0")
+        with engine_with(fraction=fraction) as engine:
+            moved[fraction] = captured(graphs, engine, graphs_beside=0).copied_out_bytes // LAYER_BYTES
+            check_replays(graphs)
+            graphs.reset()
+    assert moved == {1.0: NUM_LAYERS - 1, 0.6: 3, 0.5: 2, 0.0: 0}
+
+
+@pytest.mark.parametrize(("order", "num_filled"), [*zip(ORDERS.values(), (1, 1, 2), strict=True)], ids=ORDERS)
+def test_bytes_that_are_to_stay_are_the_first_that_wait_for_their_backward(order: str, num_filled: int) -> None:
+    """They fill up again where the microbatch that has them has had its backward."""
+    moved = []
+    for kept_bytes in (0, 2 * LAYER_BYTES):
+        graphs = Graphs(order)
+        with engine_with(kept_bytes=kept_bytes) as engine:
+            moved.append(captured(graphs, engine, graphs_beside=0).copied_out_bytes)
+            check_replays(graphs)
+            graphs.reset()
+    assert moved[0] - moved[1] == num_filled * 2 * LAYER_BYTES
+
+
+def test_a_dry_run_moves_nothing(graphs: Graphs) -> None:
+    with engine_with(dry_run=True) as engine:
+        layers = captured(graphs, engine)
+        assert (layers.copied_out_bytes, layers.host_bytes, layers.slot_bytes) == (0, 0, 0)
+        check_replays(graphs)
+        graphs.reset()
+
+
+def test_without_room_that_is_required_the_capture_ends(graphs: Graphs) -> None:
+    with engine_with(host_limit_bytes=1, host_policy="error") as engine:
+        with pytest.raises(OffloadError, match="a captured layer needs .* bytes of host memory.*host_policy='keep'"):
+            captured(graphs, engine)
+        assert not has_hooks()
+
+
 def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine, graphs: Graphs) -> None:
     with engine.iteration():
         lease = present(engine.pool.lend(1 << 20))
