@@ -117,13 +117,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "--rounds and --iters must be at least 1": min(args.rounds, args.iters) < 1,
         },
     )
-    args.jobs = [
-        Job(
-            *(contender, args.graphs, tuple(args.scopes or recipe.scopes), shape),
-            *(tuple(args.modules or recipe.modules), tuple(args.recompute), args.latents, args.sharding, args.iters),
-        )
-        for contender in contenders
-    ]
+    common: dict[str, Any] = {
+        **{"graphs": args.graphs, "scopes": tuple(args.scopes or recipe.scopes), "shape": shape},
+        **{"modules": tuple(args.modules or recipe.modules), "recomputed": tuple(args.recompute)},
+        **{"has_latents": args.latents, "sharding": args.sharding, "num_steps": args.iters},
+    }
+    args.jobs = [Job(contender=contender, **common) for contender in contenders]
     return args
 
 
