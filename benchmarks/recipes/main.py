@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks.apart import Apart
 from benchmarks.records import Records, provenance
-from benchmarks.tables import Column, show, table
+from benchmarks.tables import MIB, Column, Record, show, table
 
 from .settings import Job, parse
 
@@ -29,6 +29,13 @@ _COLUMNS: dict[str, Column] = {
     "around a replay us": ("around_replay_us", ".1f"),
     "loss": ("loss", ".6f"),
 }
+_SUMMARY: dict[str, Column] = {
+    "contender": "contender",
+    "step ms": ("step_ms", ".1f"),
+    "over none": ("over_none", ".4f"),
+    "reserved MiB": ("reserved_mib", ",.0f"),
+    "allocated MiB": ("allocated_mib", ",.0f"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .training import measure
 
+    os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")  # the processes read it when they import TransformerEngine
     records = Records(settings.json)
     jobs = settings.jobs * settings.rounds
     records.write([_description(settings.jobs[0])])
@@ -55,11 +63,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records.write([{**about, **(ended.value or {})}])
             process.end()
     turns = records.of("turn")
-    show(table(_title(settings.jobs[0]), _COLUMNS, turns))
+    records.write(summarize(turns))
+    title = _title(settings.jobs[0])
+    show(table(title, _COLUMNS, turns), table(f"{title}, all turns", _SUMMARY, records.of("summary")))
     return int(any(record["failure"] for record in turns))
 
 
-def _description(job: Job) -> dict[str, Any]:
+def summarize(turns: Sequence[Record]) -> list[Record]:
+    """Make one record for each contender that has not failed: the median of all its steps, and its largest peaks."""
+    own: dict[str, list[Record]] = {}
+    for turn in turns:
+        if turn["failure"] is None:
+            own.setdefault(turn["contender"], []).append(turn)
+    medians = {name: statistics.median(ms for turn in some for ms in turn["step_ms"]) for name, some in own.items()}
+    return [
+        {
+            **{"kind": "summary", "contender": name, "step_ms": round(medians[name], 1)},
+            **({"over_none": round(medians[name] / medians["none"], 4)} if "none" in medians else {}),
+            **{f"{what}_mib": _most_mib(some, what) for what in ("reserved", "allocated")},
+        }
+        for name, some in own.items()
+    ]
+
+
+def _most_mib(turns: Sequence[Record], what: str) -> int:
+    return round(max(turn[f"{what}_bytes"] for turn in turns) / MIB)
+
+
+def _description(job: Job) -> Record:
     import torch
 
     fields = {name: value for name, value in job._asdict().items() if name not in ("contender", "shape")}
@@ -75,5 +106,5 @@ def _title(job: Job) -> str:
     return f"{torch.cuda.get_device_name()}, {sizes}, offload of {' '.join(job.modules)}{recomputed}"
 
 
-def _median(record: dict[str, Any], field: str) -> float:
+def _median(record: Record, field: str) -> float:
     return statistics.median(record.get(field, [0.0]))

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from benchmarks.recipes import settings
+from benchmarks.gpu.settings import Shape
+from benchmarks.recipes import main, settings
 
 CAPTURED = "--graphs layers --scopes attn moe_router moe_preprocess --modules expert_fc1 moe_act"
 COMMANDS = [
@@ -57,6 +58,24 @@ def test_mistakes(flags: str, message: str, capsys: pytest.CaptureFixture[str]) 
     assert message in capsys.readouterr().err
 
 
+def test_summaries_are_of_all_turns_that_ended() -> None:
+    def turn(contender: str, *step_ms: float, failure: str | None = None, mib: int = 1) -> dict[str, Any]:
+        sizes = {"reserved_bytes": mib << 20, "allocated_bytes": mib << 19}
+        return {"contender": contender, "failure": failure, "step_ms": step_ms, **sizes}
+
+    turns = [turn("none", 100.0), turn("ours", 101.0, 103.0, mib=3), turn("none", 120.0), turn("ours", 111.0, mib=2)]
+    failed = [{"contender": name, "failure": "out of memory"} for name in ("ours", "incumbent")]
+    assert main.summarize([*turns, *failed]) == [
+        {"kind": "summary", "contender": "none", "step_ms": 110.0, "over_none": 1.0, **_mib(1, 0)},
+        {"kind": "summary", "contender": "ours", "step_ms": 103.0, "over_none": 0.9364, **_mib(3, 2)},
+    ]
+    assert "over_none" not in main.summarize(turns[1:2])[0]
+
+
+def _mib(reserved: int, allocated: int) -> dict[str, int]:
+    return {"reserved_mib": reserved, "allocated_mib": allocated}
+
+
 def measure_all(flags: str) -> list[dict[str, Any]]:
     """In one rank, with what only a GPU has replaced: one turn of each contender."""
     from benchmarks.gpu import model
@@ -81,7 +100,7 @@ def measure_all(flags: str) -> list[dict[str, Any]]:
         vars(module).update(names)
     jobs = settings.parse(flags.split()).jobs
     sizes: Any = {"seq": tiny.SEQUENCE, "mbs": tiny.MICRO_BATCH, "nmb": 2, "vocab": tiny.VOCABULARY}
-    return [training.measure(job._replace(shape=settings.Shape(**sizes))) for job in jobs]
+    return [training.measure(job._replace(shape=Shape(**sizes))) for job in jobs]
 
 
 @pytest.mark.dist
@@ -98,3 +117,48 @@ def test_turns_without_a_gpu(flags: str) -> None:
     assert len(none["step_ms"]) == len(none["host_ms"]) == 2 and none["moved_bytes"] == 0
     for turn in both:
         assert turn["moved_bytes"] > 0 and turn["loss"] == none["loss"]
+
+
+def moves_of_experts(is_delayed: bool) -> list[str]:
+    """In one rank: the boundaries at which a step copies out what experts save, with a replay before each router."""
+    from contextlib import ExitStack
+    from unittest import mock
+
+    from benchmarks.recipes.behind_replays import copied_behind_replays
+    from megatron_patches import apply
+    from offload_engine import FixedBounds, OffloadConfig
+    from offload_engine.planning.moves import OUT
+    from tests.dist import tiny
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    config = OffloadConfig(min_tensor_bytes=1, directory="none", policy=FixedBounds(max_inflight_bytes=1 << 30))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", Graph))
+        handle = stack.enter_context(apply(config, modules=["expert_fc1", "moe_act"]))
+        if is_delayed:
+            stack.enter_context(copied_behind_replays(handle))
+        chunks = tiny.make_chunks(tiny.make_config("moe"))
+        for layer in chunks[0].decoder.layers:
+            layer.mlp.router.register_forward_pre_hook(lambda *args: torch.cuda.CUDAGraph().replay())
+        tiny.run(chunks, 1)
+        handle.record()
+        tiny.run(chunks, 1)
+        record = tiny.engine_of(handle).last_record
+        assert record is not None
+        return [move.boundary for move in record.moves if move.op is OUT]
+
+
+@pytest.mark.dist
+def test_copies_wait_for_the_replay_of_the_next_layer() -> None:
+    pytest.importorskip("megatron.core", minversion="0.19")
+    from tests.dist.launch import run_ranks
+
+    (at_once,), (behind,) = run_ranks(moves_of_experts, False), run_ranks(moves_of_experts, True)
+    num_of_layer = len(at_once) // 4 + 1  # of the last, the last groups stay
+    assert len(behind) == len(at_once) and not any("launch" in boundary for boundary in at_once)
+    waits = [f"F0.0:launch{num_of_layer * layer}" for layer in (1, 2)]
+    assert behind[: 2 * num_of_layer] == [wait for wait in waits for _ in range(num_of_layer)]
+    assert {*behind[2 * num_of_layer :]} == {"F0.0:tail", "F0.0:end"}  # no replay comes behind the last layer
