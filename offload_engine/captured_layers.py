@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -19,6 +20,8 @@ from offload_engine._saved.transfers import TransferContext
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _SMALLEST_SLAB = 64 << 20  # bytes
 
@@ -57,6 +60,7 @@ class CapturedLayers:
         self.slabs: HostSlabs = slabs
         self._is_room_required: bool = config.host_policy == "error"
         self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
+        self._num_without_room = 0
         self._dropped: set[int] = set()
         self._is_released = False
         self._release = release
@@ -146,6 +150,12 @@ class CapturedLayers:
         device = self._context.device.torch_device
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
         self._replays = Replays(self.steps, self._context)
+        if self._num_without_room:
+            logger.warning(
+                "what %d captured forwards save stays on the device: the host tier had no room for it. Raise "
+                "host_limit_bytes, free host memory, or offload less.",
+                self._num_without_room,
+            )
 
     def abandon(self) -> None:
         """Give up captures that were broken off: a replay of their graphs is an error from now on."""
@@ -192,6 +202,7 @@ class CapturedLayers:
                     "before it have. Raise host_limit_bytes, offload less, or set host_policy='keep' to leave on the "
                     "device what finds no room."
                 )
+            self._num_without_room += 1
             return None
         regions, offset = [], taken.start
         for nbytes in sizes:

@@ -468,11 +468,13 @@ def test_a_tensor_that_a_backward_has_written_is_an_error(
     assert (layers.copied_out_bytes > 0) == has_left
 
 
-def test_without_room_on_the_host_all_stays(graphs: Graphs) -> None:
+def test_without_room_on_the_host_all_stays(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
     with engine_with(host_limit_bytes=1) as full:
         layers = captured(graphs, full)
         assert layers.copied_out_bytes == layers.host_bytes == layers.slot_bytes == 0
         check_replays(graphs)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"what {NUM_LAYERS - 1} captured forwards save stays on the device")
 
 
 def test_the_limit_counts_what_captured_layers_have(graphs: Graphs) -> None:
