@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.flags import add_flags, assignment, new_parser, output_file, refuse, words
 from benchmarks.gpu.settings import LATENTS, SETUPS, Shape
 
-CONTENDERS = ("none", "ours", "behind-replays", "taken-over", "incumbent")
+CONTENDERS = ("none", "ours", "taken-over", "incumbent")
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WARMUP = 4  # eager steps before a capture; megatron-core's default is 3
 
@@ -20,14 +20,13 @@ _DESCRIPTION = """Training steps as recipes set them up, without offload, with t
 
 Contenders take their turns, each in a process of its own whose model is built with its settings:
 
-none             no offload
-ours             this engine, through megatron_patches.apply()
-behind-replays   ours, and what is saved behind a graph is copied behind the next layer's replay (--graphs layers)
-taken-over       this engine, with megatron-core's settings as they are (--offload-engine)
-incumbent        megatron-core's own offload
+none         no offload
+ours         this engine, through megatron_patches.apply()
+taken-over   this engine, with megatron-core's settings as they are (--offload-engine)
+incumbent    megatron-core's own offload
 
-Behind an @ come further settings: fields of OffloadConfig for the first two that offload, of TransformerConfig for the
-others, as in "ours@cpu_affinity=True" and "incumbent@delay_offload_until_cuda_graph=False". Needs a GPU."""
+Behind an @ come further settings: of ours fields of OffloadConfig, of the last two fields of TransformerConfig, as in
+"ours@cpu_affinity=True" and "incumbent@delay_offload_until_cuda_graph=False". Needs a GPU."""
 
 
 class _Recipe(NamedTuple):
@@ -111,8 +110,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser,
         {
             "--scopes are of --graphs layers": args.scopes and args.graphs != "layers",
-            "behind-replays is for --graphs layers": args.graphs != "layers"
-            and any(one.kind == "behind-replays" for one in contenders),
             "--sharding is for --graphs none": args.sharding and args.graphs != "none",
             "--rounds and --iters must be at least 1": min(args.rounds, args.iters) < 1,
         },

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .behind_replays import copied_behind_replays
 from .settings import WARMUP, Job
 
 
@@ -83,10 +82,7 @@ def _offload(job: Job) -> Iterator[Callable[[], int | None]]:
     is_taken_over = kind == "taken-over"
     names = () if is_taken_over else job.modules
     config = OffloadConfig.from_flags(**job.contender.engine)
-    with contextlib.ExitStack() as stack:
-        handle = stack.enter_context(apply(config, modules=names, replace_fine_grained=is_taken_over))
-        if kind == "behind-replays":
-            stack.enter_context(copied_behind_replays(handle))
+    with apply(config, modules=names, replace_fine_grained=is_taken_over) as handle:
 
         def moved() -> int:
             engine = handle.engine

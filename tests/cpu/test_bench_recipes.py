@@ -18,8 +18,7 @@ CAPTURED = "--graphs layers --scopes attn moe_router moe_preprocess --modules ex
 COMMANDS = [
     "--contenders none taken-over incumbent incumbent@min_offloaded_tensor_size=4096,activation_offload_fraction=0.5",
     "--latents --modules attn_norm core_attn mlp_norm moe_act --recompute layernorm moe_act",
-    f"{CAPTURED} --contenders ours behind-replays@max_inflight_bytes=4294967296",
-    f"{CAPTURED} --contenders incumbent incumbent@delay_offload_until_cuda_graph=False",
+    f"{CAPTURED} --contenders ours@cpu_affinity=True incumbent incumbent@delay_offload_until_cuda_graph=False",
     "--sharding optim_grads_params --contenders none ours@cpu_affinity=True incumbent",
     "--graphs step --contenders none ours",
 ]
@@ -47,7 +46,6 @@ def test_every_model_can_be_configured(command: str) -> None:
         ("--contenders others", "unknown contender 'others'"),
         ("--contenders none@nmb=1", "of a contender that offloads"),
         ("--scopes attn", "--scopes are of --graphs layers"),
-        ("--contenders behind-replays", "behind-replays is for --graphs layers"),
         ("--graphs step --sharding optim", "--sharding is for --graphs none"),
         ("--rounds 0", "must be at least 1"),
     ],
@@ -117,48 +115,3 @@ def test_turns_without_a_gpu(flags: str) -> None:
     assert len(none["step_ms"]) == len(none["host_ms"]) == 2 and none["moved_bytes"] == 0
     for turn in both:
         assert turn["moved_bytes"] > 0 and turn["loss"] == none["loss"]
-
-
-def moves_of_experts(is_delayed: bool) -> list[str]:
-    """In one rank: the boundaries at which a step copies out what experts save, with a replay before each router."""
-    from contextlib import ExitStack
-    from unittest import mock
-
-    from benchmarks.recipes.behind_replays import copied_behind_replays
-    from megatron_patches import apply
-    from offload_engine import FixedBounds, OffloadConfig
-    from offload_engine.planning.moves import OUT
-    from tests.dist import tiny
-
-    class Graph:
-        def replay(self) -> None:
-            pass
-
-    config = OffloadConfig(min_tensor_bytes=1, directory="none", policy=FixedBounds(max_inflight_bytes=1 << 30))
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", Graph))
-        handle = stack.enter_context(apply(config, modules=["expert_fc1", "moe_act"]))
-        if is_delayed:
-            stack.enter_context(copied_behind_replays(handle))
-        chunks = tiny.make_chunks(tiny.make_config("moe"))
-        for layer in chunks[0].decoder.layers:
-            layer.mlp.router.register_forward_pre_hook(lambda *args: torch.cuda.CUDAGraph().replay())
-        tiny.run(chunks, 1)
-        handle.record()
-        tiny.run(chunks, 1)
-        record = tiny.engine_of(handle).last_record
-        assert record is not None
-        return [move.boundary for move in record.moves if move.op is OUT]
-
-
-@pytest.mark.dist
-def test_copies_wait_for_the_replay_of_the_next_layer() -> None:
-    pytest.importorskip("megatron.core", minversion="0.19")
-    from tests.dist.launch import run_ranks
-
-    (at_once,), (behind,) = run_ranks(moves_of_experts, False), run_ranks(moves_of_experts, True)
-    num_of_layer = len(at_once) // 4 + 1  # of the last, the last groups stay
-    assert len(behind) == len(at_once) and not any("launch" in boundary for boundary in at_once)
-    waits = [f"F0.0:launch{num_of_layer * layer}" for layer in (1, 2)]
-    assert behind[: 2 * num_of_layer] == [wait for wait in waits for _ in range(num_of_layer)]
-    assert {*behind[2 * num_of_layer :]} == {"F0.0:tail", "F0.0:end"}  # no replay comes behind the last layer
