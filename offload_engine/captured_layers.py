@@ -19,6 +19,7 @@ from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
+from offload_engine.policies import LowestPeak, Planned
 from offload_engine.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class CapturedLayers:
         self._context = context
         self.slabs: HostSlabs = slabs
         self._is_room_required: bool = config.host_policy == "error"
+        self._policy = config.policy
         self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
         self._num_without_room = 0
         self._dropped: set[int] = set()
@@ -150,6 +152,8 @@ class CapturedLayers:
         device = self._context.device.torch_device
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
         self._replays = Replays(self.steps, self._context)
+        if self.copied_out_bytes and self._policy not in (None, LowestPeak(), Planned()):
+            logger.info("%r is for what runs eagerly: around replays of captured layers copies are fixed", self._policy)
         if self._num_without_room:
             logger.warning(
                 "what %d captured forwards save stays on the device: the host tier had no room for it. Raise "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers
+from offload_engine import OffloadConfig, OffloadEngine, OffloadError, Planned, ResidentBudget, captured_layers
 from offload_engine._captured.program import Use, make_program
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
 from offload_engine._captured.slots import Slot
@@ -533,6 +534,17 @@ def test_bytes_that_are_to_stay_are_the_first_that_wait_for_their_backward(order
             check_replays(graphs)
             graphs.reset()
     assert moved[0] - moved[1] == num_filled * 2 * LAYER_BYTES
+
+
+@pytest.mark.parametrize(("policy", "is_said"), [(None, False), (Planned(), False), (ResidentBudget(1), True)])
+def test_bounds_of_policies_are_for_what_runs_eagerly(
+    policy: Any, is_said: bool, graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with engine_with(policy=policy) as engine:
+        captured(graphs, engine)
+        graphs.reset()
+    assert [text.startswith("ResidentBudget(") for text in caplog.messages] == [True] * is_said
 
 
 def test_a_dry_run_moves_nothing(graphs: Graphs) -> None:
