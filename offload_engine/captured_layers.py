@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,13 +11,18 @@ import torch
 from offload_engine._captured.program import Step, make_program
 from offload_engine._captured.recording import Recording
 from offload_engine._captured.replays import Replays
+from offload_engine._captured.share import CapturedShare
 from offload_engine._captured.slots import Slots
 from offload_engine._devices.regions import HostRegion
 from offload_engine._host.slabs import HostSlabs
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.transfers import TransferContext
+from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
+from offload_engine.policies import LowestPeak, Planned
 from offload_engine.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _SMALLEST_SLAB = 64 << 20  # bytes
 
@@ -29,6 +35,7 @@ class CapturedLayers:
     Args:
         context: device and copy streams.
         slabs: host memory of its own.
+        config: of the engine.
         eligibility: decides which saved tensors may move.
         saves_all: tensors saved outside the groups may leave, too.
         graphs_beside: see `GraphCaptures.capture_layers`.
@@ -44,6 +51,7 @@ class CapturedLayers:
         self,
         context: TransferContext,
         slabs: HostSlabs,
+        config: OffloadConfig,
         eligibility: Eligibility,
         saves_all: bool,
         graphs_beside: int,
@@ -51,11 +59,16 @@ class CapturedLayers:
     ) -> None:
         self._context = context
         self.slabs: HostSlabs = slabs
+        self._is_room_required: bool = config.host_policy == "error"
+        self._policy = config.policy
         self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
+        self._num_without_room = 0
         self._freed: set[int] = set()
         self._is_released = False
         self._release = release
-        self.recording: Recording = Recording(eligibility, self._slots, self._lend, saves_all, graphs_beside)
+        self.recording: Recording = Recording(
+            eligibility, self._slots, self._lend, CapturedShare(config), saves_all, graphs_beside
+        )
         self.steps: tuple[Step, ...] = ()
         self._replays: Replays | None = None
 
@@ -139,6 +152,14 @@ class CapturedLayers:
         device = self._context.device.torch_device
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
         self._replays = Replays(self.steps, self._context)
+        if self.copied_out_bytes and self._policy not in (None, LowestPeak(), Planned()):
+            logger.info("%r is for what runs eagerly: around replays of captured layers copies are fixed", self._policy)
+        if self._num_without_room:
+            logger.warning(
+                "what %d captured forwards save stays on the device: the host tier had no room for it. Raise "
+                "host_limit_bytes, free host memory, or offload less.",
+                self._num_without_room,
+            )
 
     def abandon(self) -> None:
         """Abandon captures after an exception: a replay of their graphs is an error from now on."""
@@ -180,6 +201,13 @@ class CapturedLayers:
         if taken is None and slabs.grow(need, _SMALLEST_SLAB):
             taken = slabs.free.take(need)
         if taken is None:
+            if self._is_room_required:
+                raise OffloadError(
+                    f"a captured layer needs {need:,} bytes of host memory beside the {slabs.nbytes:,} that captures "
+                    "before it have. Raise host_limit_bytes, offload less, or set host_policy='keep' to leave on the "
+                    "device what finds no room."
+                )
+            self._num_without_room += 1
             return None
         regions, offset = [], taken.start
         for nbytes in sizes:

@@ -65,7 +65,7 @@ class GraphCaptures:
     ) -> None:
         self._context = context
         self._pool = pool
-        self._min_bytes = config.min_tensor_bytes
+        self._config = config
         self._check = WeakMethod(check)
         self._reset = WeakMethod(reset)
         self._steps: list[CapturedStep] = []
@@ -162,7 +162,8 @@ class GraphCaptures:
             owner: the module with the class `CUDAGraph`.
 
         Raises:
-            OffloadError: if the engine is closed or inside a step, or captures already.
+            OffloadError: if the engine is closed or inside a step, or captures already; between captures, if the host
+                tier is full and `host_policy` is "error".
             NotImplementedError: if the device has no graphs.
             ValueError: if `graphs_beside` is negative.
         """
@@ -170,9 +171,9 @@ class GraphCaptures:
         if graphs_beside < 0:
             raise ValueError(f"graphs_beside must not be negative, got {graphs_beside}")
         self._check_before(is_whole_step=False)
-        least = self._min_bytes if min_bytes is None else min_bytes
-        eligibility = eligibility_of(context.device.torch_device, least, weights)
-        layers = CapturedLayers(context, self._pool.books_beside(), eligibility, saves_all, graphs_beside, self._forget)
+        least = self._config.min_tensor_bytes if min_bytes is None else min_bytes
+        eligibility, slabs = eligibility_of(context.device.torch_device, least, weights), self._pool.books_beside()
+        layers = CapturedLayers(context, slabs, self._config, eligibility, saves_all, graphs_beside, self._forget)
         self._recorded = layers
         try:
             with told_of_graphs(layers, owner):

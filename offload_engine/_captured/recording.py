@@ -10,6 +10,7 @@ import torch
 
 from offload_engine._captured.program import Use
 from offload_engine._captured.saves import BroughtBack, CapturedStorage, CapturedTensor
+from offload_engine._captured.share import CapturedShare
 from offload_engine._captured.slots import Slots
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import are_innermost
@@ -58,6 +59,7 @@ class Recording:
         eligibility: decides which saved tensors may move.
         slots: device memory from which backwards read storages that have left.
         lend: returns host memory for storages of these sizes, or None.
+        share: decides whether the storages of a forward stay.
         saves_all: tensors saved outside the groups may leave, too.
         graphs_beside: number of graphs that overlap a copy-out.
 
@@ -68,7 +70,15 @@ class Recording:
         left_before: maps each capture whose storages have left to the capture before which they did.
     """
 
-    def __init__(self, eligibility: Eligibility, slots: Slots, lend: Lend, saves_all: bool, graphs_beside: int) -> None:
+    def __init__(
+        self,
+        eligibility: Eligibility,
+        slots: Slots,
+        lend: Lend,
+        share: CapturedShare,
+        saves_all: bool,
+        graphs_beside: int,
+    ) -> None:
         self.number: int = -1
         self.is_capturing: bool = False
         self.uses: list[Use] = []
@@ -76,6 +86,7 @@ class Recording:
         self._eligibility = eligibility
         self._slots = slots
         self._lend = lend
+        self._share = share
         self._saves_all = saves_all
         self._graphs_beside = graphs_beside
         self._is_begun = False
@@ -215,6 +226,8 @@ class Recording:
         """
         storages = list(self._kept.pop(number).values())
         leaving = [saved for saved in storages if saved.may_leave()]
+        if self._share.stays(leaving):
+            return
         sizes = [saved.nbytes for saved in leaving]
         regions = self._regions(sizes, number) if leaving else None
         if regions is not None:
@@ -237,6 +250,7 @@ class Recording:
                 saved for saved, region in pairs if saved.release(region, region.offset - leaving.regions[0].offset)
             ]
             self.left_before[leaving.number] = self.number
+            self._share.note_left(left)
             self._away.append(leaving._replace(storages=left))
         self._leaving.clear()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers
+from offload_engine import OffloadConfig, OffloadEngine, OffloadError, Planned, ResidentBudget, captured_layers
 from offload_engine._captured.program import Use, make_program
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
 from offload_engine._captured.slots import Slot
@@ -468,11 +469,13 @@ def test_a_tensor_that_a_backward_has_written_is_an_error(
     assert (layers.copied_out_bytes > 0) == has_left
 
 
-def test_without_room_on_the_host_all_stays(graphs: Graphs) -> None:
+def test_without_room_on_the_host_all_stays(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
     with engine_with(host_limit_bytes=1) as full:
         layers = captured(graphs, full)
         assert layers.copied_out_bytes == layers.host_bytes == layers.slot_bytes == 0
         check_replays(graphs)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"what {NUM_LAYERS - 1} captured forwards save stays on the device")
 
 
 def test_the_limit_counts_what_captured_layers_have(graphs: Graphs) -> None:
@@ -506,6 +509,57 @@ def test_release_waits_for_copies_of_a_pass_that_was_broken_off(num_actions: int
     assert isinstance(device, GraphDevice) and any(stream.queue for stream in device._streams)
     layers.release()
     assert not any(stream.queue for stream in device._streams)
+
+
+def test_what_is_to_stay_stays_spread_over_the_forwards() -> None:
+    """What leaves is at most the share of what all forwards have saved, and the last of them stays in any case."""
+    moved = {}
+    for fraction in (1.0, 0.6, 0.5, 0.0):
+        graphs = Graphs("F0 B0")
+        with engine_with(fraction=fraction) as engine:
+            moved[fraction] = captured(graphs, engine, graphs_beside=0).copied_out_bytes // LAYER_BYTES
+            check_replays(graphs)
+            graphs.reset()
+    assert moved == {1.0: NUM_LAYERS - 1, 0.6: 3, 0.5: 2, 0.0: 0}
+
+
+@pytest.mark.parametrize(("order", "num_filled"), [*zip(ORDERS.values(), (1, 1, 2), strict=True)], ids=ORDERS)
+def test_bytes_that_are_to_stay_are_the_first_that_wait_for_their_backward(order: str, num_filled: int) -> None:
+    """They fill up again where the microbatch that has them has had its backward."""
+    moved = []
+    for kept_bytes in (0, 2 * LAYER_BYTES):
+        graphs = Graphs(order)
+        with engine_with(kept_bytes=kept_bytes) as engine:
+            moved.append(captured(graphs, engine, graphs_beside=0).copied_out_bytes)
+            check_replays(graphs)
+            graphs.reset()
+    assert moved[0] - moved[1] == num_filled * 2 * LAYER_BYTES
+
+
+@pytest.mark.parametrize(("policy", "is_said"), [(None, False), (Planned(), False), (ResidentBudget(1), True)])
+def test_bounds_of_policies_are_for_what_runs_eagerly(
+    policy: Any, is_said: bool, graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with engine_with(policy=policy) as engine:
+        captured(graphs, engine)
+        graphs.reset()
+    assert [text.startswith("ResidentBudget(") for text in caplog.messages] == [True] * is_said
+
+
+def test_a_dry_run_moves_nothing(graphs: Graphs) -> None:
+    with engine_with(dry_run=True) as engine:
+        layers = captured(graphs, engine)
+        assert (layers.copied_out_bytes, layers.host_bytes, layers.slot_bytes) == (0, 0, 0)
+        check_replays(graphs)
+        graphs.reset()
+
+
+def test_without_room_that_is_required_the_capture_ends(graphs: Graphs) -> None:
+    with engine_with(host_limit_bytes=1, host_policy="error") as engine:
+        with pytest.raises(OffloadError, match="a captured layer needs .* bytes of host memory.*host_policy='keep'"):
+            captured(graphs, engine)
+        assert not has_hooks()
 
 
 def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine, graphs: Graphs) -> None:

@@ -19,8 +19,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_patches import Handle, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
 from megatron_patches._arguments import Settings, resolve  # noqa: E402
+from megatron_patches._model.graphs import captured_names, check_cuda_graphs  # noqa: E402
+from megatron_patches._model.modules import canonical_names  # noqa: E402
 from megatron_patches._model.thresholds import Thresholds, parse_thresholds  # noqa: E402
 from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
+from tests.gpu.test_cuda_graphs import UPSTREAM, recipe  # noqa: E402
 
 NO_DEFAULTS = Settings(OffloadConfig(), ())
 RECIPE: dict[str, Any] = {
@@ -79,6 +82,21 @@ def test_every_setting_becomes_one_of_ours_or_nothing(applied: Handle, caplog: p
     assert "the engine's own bound" in said[2][1] and "nothing: copies are issued" in said[3][1] and len(said) == 4
     serial = make(**RECIPE, fine_grained_offloading_max_inflight_offloads=0, offload_engine=True)
     assert settings_of(serial).engine.policy == FixedBounds(max_inflight_bytes=0)
+
+
+@needs_new
+def test_recipes_beside_graphs(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of megatron-core's own test, which tests/gpu/test_cuda_graphs.py trains."""
+    for scopes, names, has_latents, fraction, is_delayed in UPSTREAM:
+        captures = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": scopes}
+        config = make(
+            MLATransformerConfig if has_latents else TransformerConfig,
+            **{**recipe(names, fraction, is_delayed), **captures, "offload_engine": True, "num_moe_experts": 4},
+        )
+        settings = settings_of(config)
+        assert settings.modules == canonical_names(names) and settings.engine.fraction == fraction
+        check_cuda_graphs(config, settings.modules)
+        assert captured_names(config, settings.modules) == [n for n in names if n in ("core_attn", "attn_proj")]
 
 
 def test_layers_of_transformer_engines_offload(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,8 @@ class Sharding(NamedTuple):
     strategy: str = SHARDED
     options: Mapping[str, Any] = {}  # noqa: RUF012
     """Of `DistributedDataParallelConfig`."""
+    units: tuple[type, ...] | None = None
+    """Classes of the modules that are gathered as a whole; None: megatron-core's choice."""
 
 
 class Job(NamedTuple):
@@ -50,7 +52,8 @@ def shard(config: Any, chunks: Sequence[torch.nn.Module], sharding: Sharding) ->
         data_parallel_sharding_strategy=sharding.strategy,
         **sharding.options,
     )
-    wrapped = [FullyShardedDataParallel(config, ddp_config, Float16Module(config, chunk)) for chunk in chunks]
+    units = None if sharding.units is None else list(sharding.units)
+    wrapped = [FullyShardedDataParallel(config, ddp_config, Float16Module(config, chunk), units) for chunk in chunks]
     config.finalize_model_grads_func = _finish
     config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return wrapped

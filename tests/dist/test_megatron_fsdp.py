@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -67,6 +70,13 @@ def test_buffers_that_take_turns_and_weights_gathered_module_by_module() -> None
     double, fine = "megatron_fsdp_max_pool_double_buffer", "megatron_fsdp_enable_fine_grained_param_gather"
     for option in ("fsdp_double_buffer", double, fine):
         _check_as_without(Job("dense", Sharding(options={option: True})), DENSE)
+
+
+@on_ranks(world_size=2)
+def test_units_other_than_layers() -> None:
+    """Parts of layers, so that fewer weights are gathered at once. Layers add biases outside of these: it has none."""
+    _check_as_without(Job("dense", Sharding(units=(SelfAttention, MLP)), {"add_bias_linear": False}), DENSE)
+    _check_as_without(Job("moe", Sharding(units=(MoELayer,))), MOE)
 
 
 def _check_as_without(job: Job, names: Sequence[str]) -> None:
