@@ -212,7 +212,8 @@ class ActivationStore:
             if buffer._version != saved.arrived_version or saved.views is not None:
                 check_not_overwritten(saved, handle)
             if handle.has_storage_spec and saved.spec is not None:
-                tensor = buffer
+                # Only the last handle gets the buffer itself: a backward may discard the bytes that it was given.
+                tensor = buffer if len(saved.handles) == 1 else buffer.detach()
             else:
                 tensor = self._unpacked.view(saved, handle)
         if saved.lease is not None:  # the bytes are on host, or on their way there
