@@ -44,7 +44,7 @@ class Keeping:
     def may_stay(self, group: TensorGroup) -> bool:
         """Return whether a group that commits is chosen to be kept, and no larger than when it was chosen."""
         nbytes = self._kept_bytes(group)
-        if nbytes < 0:
+        if nbytes is None:
             return False
         if group.own_bytes <= nbytes and self._counters.resident_bytes <= self._resident_limit:
             return True
@@ -58,8 +58,8 @@ class Keeping:
 
     def outgrows(self, group: TensorGroup) -> bool:
         """Return whether a group that was chosen to be kept must leave, because it has grown since."""
-        return not (group.stays or group.is_kept) and self._kept_bytes(group) >= 0
+        return self._kept_bytes(group) is not None and not (group.stays or group.is_kept)
 
-    def _kept_bytes(self, group: TensorGroup) -> int:
-        """Return how many bytes a group may have and still be kept; -1 if it is not chosen to be kept."""
-        return self.kept.get(Slot(group.chunk.stage, group.layer, group.name, group.part), -1)
+    def _kept_bytes(self, group: TensorGroup) -> int | None:
+        """Return how many bytes a group may have and still be kept; None if it is not chosen to be kept."""
+        return self.kept.get(Slot(group.chunk.stage, group.layer, group.name, group.part))

@@ -91,7 +91,6 @@ class PlannedPolicy(Policy):
 
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
         """See `Policy`."""
-        self.clear()
         self._is_whole_step = _is_whole_step(actions)
         self._has_schedule |= self._is_whole_step
         shapes = self._shown(actions) if self._is_whole_step else None
@@ -129,16 +128,15 @@ class PlannedPolicy(Policy):
             return self._reactive.at(kind, chunk, group)
         if chunk is None:
             return self._at_end()
-        if kind is COMMIT and group is not None:
-            return self._commit(self.plan, chunk, group)
-        if kind is BACKWARD and group is not None:
-            return self._begin_backward(self.plan, chunk, group)
-        if kind is UNKEEP and group is not None:
-            return ((OUT, group),)  # planned or not: it stayed only because it was kept
         if kind is HELD:
             return self._before_others(self.plan, chunk)
-        index = group.index if group is not None else len(chunk.groups) if kind is LAUNCH else -1
-        return self._moves(self.plan, Boundary(kind, chunk.key, index))
+        if group is None:
+            return self._moves(self.plan, Boundary(kind, chunk.key, len(chunk.groups) if kind is LAUNCH else -1))
+        if kind is COMMIT:
+            return self._commit(self.plan, chunk, group)
+        if kind is BACKWARD:
+            return self._begin_backward(self.plan, chunk, group)
+        return ((OUT, group),)  # UNKEEP, planned or not: only its keep had it stay
 
     def _shown(self, actions: Sequence[Action]) -> Shapes | None:
         return self._log.shapes({action.chunk.stage for action in actions})
@@ -152,9 +150,9 @@ class PlannedPolicy(Policy):
         yield from self._with_held_back()
 
     def _with_held_back(self) -> Iterator[Move]:
-        for group in list(self._held_back):
+        held_back, self._held_back = self._held_back, {}
+        for group in held_back:
             yield OUT, group
-        self._held_back.clear()
 
     def _at_end(self) -> Iterator[Move]:
         yield from self._with_held_back()
@@ -169,15 +167,13 @@ class PlannedPolicy(Policy):
             if not group.is_kept:
                 yield OUT, group
             return
-        moves = plan.at(Boundary(COMMIT, chunk.key, group.index))
-        leaves_now = any(op is OUT and key.chunk == chunk.key and key.index == group.index for op, key in moves)
-        if group.may_delay and not group.is_kept and not leaves_now and plan.leaves(chunk.key, group.index):
-            # If the link has fallen behind, which no plan knows, compute would wait for a copy that was issued late.
-            if self.leaving.inflight_bytes + group.own_bytes > 2 * self.leaving.largest_bytes:
-                yield OUT, group
-            else:
-                self._held_back[group] = None
-        yield from self._moves(plan, Boundary(COMMIT, chunk.key, group.index))
+        if group.may_delay and not group.is_kept and plan.leaves(chunk.key, group.index):
+            self._held_back[group] = None
+        yield from self._moves(plan, Boundary(COMMIT, chunk.key, group.index))  # it may leave now
+        if group in self._held_back and self.leaving.inflight_bytes + group.own_bytes > 2 * self.leaving.largest_bytes:
+            # No plan knows that the link is behind: compute would wait for a copy that was issued late.
+            del self._held_back[group]
+            yield OUT, group
 
     def _begin_backward(self, plan: Plan, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         if chunk.key not in self._unplanned:

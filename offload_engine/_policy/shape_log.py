@@ -62,7 +62,6 @@ class ShapeLog:
         for stage, shapes in seen.items():
             known = self._shapes.get(stage)
             self._shapes[stage] = _joined(shapes if known is None else [known, *shapes]) or _joined(shapes)
-        self.clear()
 
     def clear(self) -> None:
         """Forget the running step."""
