@@ -65,11 +65,12 @@ class ByteCounters:
         if self._meter is not None:
             for saved in storages:
                 assert saved.buffer is not None
-                self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
+                key = saved.metered = saved.buffer.untyped_storage()._cdata
+                self._meter.hold(key, saved.nbytes)
 
     def drop(self, saved: SavedStorage) -> None:
         """Stop counting the buffer of a storage; call it before the buffer is released."""
         if not saved.group.is_ungrouped:
             self.resident_bytes -= saved.nbytes
         if self._meter is not None and saved.buffer is not None:
-            self._meter.drop(saved.buffer.untyped_storage()._cdata)
+            self._meter.drop(saved.metered)
