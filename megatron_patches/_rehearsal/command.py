@@ -56,8 +56,9 @@ def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Foreca
 
 def _notes(job: TrainingJob) -> list[str]:
     """Return what the forecast takes for granted."""
+    context = "8 GiB of CUDA and TransformerEngine's kernels" if job.has_te else "0.6 GiB of CUDA"
     notes = [
-        "Fullest GPU: what is allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA. Not counted: "
+        f"Fullest GPU: what is allocated, 8% that the allocator holds besides, and {context}. Not counted: "
         "communication beside the backward of data parallelism, and fused accumulation of weight gradients."
     ]
     if job.has_experts:
