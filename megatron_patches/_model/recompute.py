@@ -213,8 +213,9 @@ def _rows(kind: _Kind, modules: dict[str, torch.nn.Module]) -> _Rows:
     """Return the rows of the table that this recomputation changes in a layer."""
     names = [row.name for row in MODULES if _is_inside(row, kind) and any(sites_in_layer(row, modules))]
     keeps = tuple(name for name in names if name in kind.keeps)
-    # All inputs of norms, projections and activations stay; a kernel or a router saves more than its input.
-    is_freed_in_part = kind.name in ("core_attn", "moe")
+    # All inputs of norms, projections and activations stay. A kernel, a router, or a projection with a norm in front of
+    # it saves more than its input.
+    is_freed_in_part = kind.name in ("core_attn", "mlp", "moe")
     return _Rows(tuple(name for name in names if is_freed_in_part or name not in keeps), keeps)
 
 

@@ -77,14 +77,15 @@ def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary
     others = [model.other_bytes.get(at, _UNKNOWN) for at in known]
     early = [-model.early_bytes[at] if at in model.early_bytes else _UNKNOWN for at in known]
     # Where little moves less is wasted than here: by as little as on any rank.
-    own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes
-    between, overhead, wasted, *rest = agree((*own, *others, *early))
+    own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes, -model.floor_peak_bytes
+    between, overhead, wasted, floor_peak, *rest = agree((*own, *others, *early))
     others, early = rest[: len(known)], rest[len(known) :]
     return dataclasses.replace(
         model,
         between_bytes=between,
         overhead_bytes=overhead,
         wasted_bytes=-wasted,
+        floor_peak_bytes=-floor_peak,
         other_bytes={at: n for at, n in zip(known, others, strict=True) if n != _UNKNOWN},
         early_bytes={at: -n for at, n in zip(known, early, strict=True) if n != _UNKNOWN},
     )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine._budget.decide import Decider, excess_of, has_outgrown
+from offload_engine._budget.decide import Decider, decide_first, excess_of, has_outgrown
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.hold import HoldWatch
@@ -191,6 +191,7 @@ class BudgetController(BudgetView):
             self._decide_first()
         elif self._num_tries >= _MAX_TRIES:
             logger.warning("gpu_budget: no step could be planned, so everything stays offloaded: chunks differ")
+            self.decider.give_up()
             self._go(State.HOLD)
 
     def _decide_first(self) -> None:
@@ -199,7 +200,7 @@ class BudgetController(BudgetView):
             [negative] = self.decider.agree((-self._margin.budget_bytes(),))
             self.decider.budget_bytes = -negative
         try:
-            allowance = self.decider.decide_first()
+            allowance = decide_first(self.decider)
         except BudgetError:
             if self._has_trimmed:
                 raise
@@ -220,9 +221,8 @@ class BudgetController(BudgetView):
         total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
-        excess = Excess(total - wasted, wasted)
-        is_settled, self._verifier.is_settled, self._in_force.is_settled = self._verifier.is_settled, True, True
-        if is_settled:
+        excess, self._in_force.is_settled = Excess(total - wasted, wasted), True
+        if self._verifier.settles(self.decider.actions):
             self.decider.correct_time(measured_us / _US)
         elif self._verifier.fits(excess):
             return None

@@ -86,7 +86,7 @@ class Decider:
         self._policy = policy
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
-        self._is_checked = False
+        self._is_checked = self._has_given_up = False
         self._left_bytes = 0  # beside the guard: a margin common to all ranks, whatever one has decided alone
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
         self.actions: tuple[Action, ...] = ()
@@ -118,8 +118,10 @@ class Decider:
 
     @property
     def is_at_floor(self) -> bool:
-        """Return whether everything is offloaded, or recomputed, because no less fits."""
-        return self.chosen is not None and self.chosen.best.decision == self.chosen.floor.decision
+        """Return whether everything is offloaded, or recomputed, because no less fits or nothing is known."""
+        return self._has_given_up or (
+            self.chosen is not None and self.chosen.best.decision == self.chosen.floor.decision
+        )
 
     @property
     def saved(self) -> SavedPlan | None:
@@ -200,6 +202,13 @@ class Decider:
         self.known, self.guard_bytes, self._left_bytes = known, guard_bytes, 0
         self._decisions.clear()
 
+    def give_up(self) -> None:
+        """Decide nothing any more: no step can be planned. What was decided before is void."""
+        self._is_checked |= self.chosen is not None  # what has been decided once meets its own ranks only
+        self.known = self.chosen = self._taken = None
+        self._decisions.clear()
+        self._has_given_up = True
+
     def correct(self, excess: Excess) -> None:
         """Correct the model by an excess of steps over their prediction; earlier decisions are void."""
         assert self.known is not None
@@ -227,24 +236,6 @@ class Decider:
             self.correct(Excess(most[0] - own[0], most[1] - own[1]))
             self._left_bytes = most[2]
         return not are_equal
-
-    def decide_first(self) -> Allowance:
-        """Decide about steps like the measured one.
-
-        Raises:
-            BudgetError: on every rank, if the budget of one is below its floor, and it has not decided before.
-        """
-        meet = self.meet
-        try:
-            allowance = self.decide()
-        except BudgetError:
-            meet((1,))
-            raise
-        [has_failed] = meet((0,))
-        if has_failed:
-            self.chosen = None
-            raise BudgetError("gpu_budget is below what a step takes on another rank, which says by how much")
-        return allowance
 
     def correct_time(self, measured_ms: float) -> None:
         """Correct the times by a step of the decision in force. The decision stays; all predictions change."""
@@ -305,6 +296,25 @@ def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_
 
     streams = context.copy_out_stream, context.copy_in_stream
     return measure_link(context.device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
+
+
+def decide_first(decider: Decider) -> Allowance:
+    """Decide about steps as the measured one.
+
+    Raises:
+        BudgetError: on every rank, if the budget of one is below its floor, and it has not decided before.
+    """
+    meet = decider.meet
+    try:
+        allowance = decider.decide()
+    except BudgetError:
+        meet((1,))
+        raise
+    [has_failed] = meet((0,))
+    if has_failed:
+        decider.chosen = None
+        raise BudgetError("gpu_budget is below what a step takes on another rank, which says by how much")
+    return allowance
 
 
 def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:

@@ -56,7 +56,7 @@ class HoldWatch:
         over = held_bytes - decider.budget_bytes
         is_allocated = self._last.peak_bytes + decider.extra_bytes > decider.budget_bytes
         if is_allocated or (self._has_trimmed and self._last.end_bytes > decider.budget_bytes):
-            if decider.is_at_floor:
+            if decider.is_at_floor or (decider.chosen is None and self.wants_measure):
                 return  # the warning was logged, and nothing more can leave
             logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
             self._keep_less(over, held_bytes)

@@ -29,7 +29,7 @@ from offload_engine.planning.moves import (
 )
 from offload_engine.planning.plan import Plan
 from offload_engine.planning.planner import Planner
-from offload_engine.planning.shapes import Bounds, Shapes
+from offload_engine.planning.shapes import Bounds, Shapes, largest_bytes
 from offload_engine.schedule import Action, ChunkKey, validate_actions
 
 _TOLERANCE = 9 / 8
@@ -100,6 +100,9 @@ class PlannedPolicy(Policy):
         self.releases_completed = self.plan is not None or self._reactive.releases_completed
         if self.plan is None:
             self._reactive.begin(actions, is_combined)
+        else:
+            # Else the executor would go by a group that is smaller by now, and release later than the plan knows.
+            self.leaving.largest_bytes = largest_bytes(self._shapes)
 
     def clear(self) -> None:
         """See `Policy`."""

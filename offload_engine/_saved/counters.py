@@ -29,8 +29,6 @@ class ByteCounters:
         self.prefetched_bytes: int = 0
         self.is_metered: bool = meter is not None
         self._meter = meter
-        # A backward may discard what it was given, as TransformerEngine does, and the buffer then has another storage.
-        self._addresses: dict[SavedStorage, int] = {}  # under which the meter counts them
 
     def begin(self) -> None:
         """Start the statistics of an iteration."""
@@ -39,7 +37,6 @@ class ByteCounters:
     def clear(self) -> None:
         """Forget all storages, but not the statistics."""
         self.saved_bytes = self.resident_bytes = self.prefetched_bytes = 0
-        self._addresses.clear()
 
     def count_managed(self, nbytes: int) -> None:
         """Count a storage that a group has just saved."""
@@ -68,13 +65,12 @@ class ByteCounters:
         if self._meter is not None:
             for saved in storages:
                 assert saved.buffer is not None
-                address: int = saved.buffer.untyped_storage()._cdata
-                self._addresses[saved] = address
-                self._meter.hold(address, saved.nbytes)
+                key = saved.metered = saved.buffer.untyped_storage()._cdata
+                self._meter.hold(key, saved.nbytes)
 
     def count_release(self, saved: SavedStorage) -> None:
         """Count the release of a storage's buffer; call it before the release."""
         if not saved.group.is_ungrouped:
             self.resident_bytes -= saved.nbytes
-        if self._meter is not None and saved in self._addresses:
-            self._meter.drop(self._addresses.pop(saved))
+        if self._meter is not None and saved.buffer is not None:
+            self._meter.drop(saved.metered)

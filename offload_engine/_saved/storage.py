@@ -113,6 +113,7 @@ class SavedStorage:
         "spec",
         "residency",
         "buffer",
+        "metered",
         "storage",
         "stream",
         "readers",
@@ -146,6 +147,7 @@ class SavedStorage:
         self.spec: TensorSpec | None = None  # of the first tensor saved and of `buffer`; only if it covers all bytes
         self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
+        self.metered: int = 0  # the key of `buffer` on a meter: a backward may give the tensor another storage
         self.storage: torch.UntypedStorage | None = found[0]  # of `buffer`, unless that was copied in
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
         self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer

@@ -18,7 +18,12 @@ from offload_engine.rehearsal.forecast import CONTEXT_BYTES, RESERVED_SHARE
 
 
 def choose_within(
-    budget_bytes: int, rehearsed: Job, whole: Job, boundaries: Sequence[NotedBoundary], costs: Costs
+    budget_bytes: int,
+    rehearsed: Job,
+    whole: Job,
+    boundaries: Sequence[NotedBoundary],
+    costs: Costs,
+    context_bytes: int = CONTEXT_BYTES,
 ) -> Prediction | None:
     """Choose for one rank; None if nothing fits.
 
@@ -28,12 +33,13 @@ def choose_within(
         whole: the step to choose for, with all its microbatches.
         boundaries: boundaries of the rehearsal.
         costs: costs of moves and of recomputation.
+        context_bytes: bytes of the GPU outside torch's allocator.
     """
     peak_bytes = max((noted.peak_bytes for noted in boundaries), default=0)
     measured = MeasuredMemory(
         tuple(MeasuredBoundary(_boundary(noted), noted.peak_bytes, noted.resident_bytes) for noted in boundaries),
         between_bytes=0,
-        overhead_bytes=int(peak_bytes * (RESERVED_SHARE - 1)) + CONTEXT_BYTES,
+        overhead_bytes=int(peak_bytes * (RESERVED_SHARE - 1)) + context_bytes,
     )
     model = make_memory_model(rehearsed, measured, is_early_certain=False)
     try:

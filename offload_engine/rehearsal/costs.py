@@ -55,8 +55,10 @@ class KernelCosts:
         count = flop_registry.get(packet)
         if count is None:
             return 0.0
-        operations = float(count(*args, **kwargs, out_val=out))
-        return operations / 2 if _ATTENTION in packet.__name__ and _is_causal(func, args, kwargs) else operations
+        if _ATTENTION not in packet.__name__:
+            return float(count(*args, **kwargs, out_val=out))
+        operations = float(count(*_with_all_heads(args), **kwargs, out_val=out))
+        return operations / 2 if _is_causal(func, args, kwargs) else operations
 
     def _rate(self, func: Any, args: tuple[Any, ...]) -> float:
         """Return the rate of this kernel, in 10^12 operations a second."""
@@ -71,6 +73,20 @@ class KernelCosts:
 def _touched(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, without repetitions by broadcasting."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of attention, with shapes for tensors: keys and values as if each query had its own heads.
+
+    Torch counts these only; the kernel computes as much where heads share keys.
+    """
+    num_heads = max(arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4)
+    return tuple(_shape_with(num_heads, arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+def _shape_with(num_heads: int, tensor: torch.Tensor) -> torch.Size:
+    shape = tensor.shape
+    return torch.Size((shape[0], num_heads, *shape[2:])) if tensor.dim() == 4 else shape
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

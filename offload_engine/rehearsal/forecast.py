@@ -17,7 +17,9 @@ from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, s
 from offload_engine.schedule import Action
 
 CONTEXT_BYTES: Final = 600 << 20
-"""GPU memory of a process outside torch's allocator: CUDA's context, libraries, communicators."""
+"""GPU memory of a process outside torch's allocator: CUDA's context, libraries, communicators. (A Qwen2: 0.7 GiB.)"""
+TE_CONTEXT_BYTES: Final = 8 << 30
+"""The same where kernels of TransformerEngine run: 7.8 to 8.9 GiB, of whatever model, on H200s."""
 _HOST_SHARE: Final = 0.8
 """Share of a host's memory that may be pinned."""
 RESERVED_SHARE: Final = 1.08
@@ -39,11 +41,13 @@ class WayForecast(NamedTuple):
     """Pinned bytes."""
     copied_out_bytes: int = 0
     """In the rehearsed step."""
+    context_bytes: int = CONTEXT_BYTES
+    """Of the GPU, outside torch's allocator."""
 
     @property
     def gpu_bytes(self) -> int:
         """Return about how many bytes the process holds on its GPU."""
-        return int(self.peak_bytes * RESERVED_SHARE) + CONTEXT_BYTES
+        return int(self.peak_bytes * RESERVED_SHARE) + self.context_bytes
 
 
 class RankForecast(NamedTuple):
@@ -167,17 +171,18 @@ def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list
     ways = [
         WayForecast(
             CHOSEN,
-            _allocated(prediction.held_bytes),
+            _allocated(prediction.held_bytes, rank.ways[0].context_bytes),
             outcome.milliseconds,
             outcome.counters.peak_host_bytes,
+            context_bytes=rank.ways[0].context_bytes,
         )
-        for prediction, outcome in zip(chosen, simulation.ranks, strict=True)
+        for rank, prediction, outcome in zip(ranks, chosen, simulation.ranks, strict=True)
     ]
     return simulation.milliseconds, ways
 
 
-def _allocated(held_bytes: int) -> int:
-    return int((held_bytes - CONTEXT_BYTES) / RESERVED_SHARE)
+def _allocated(held_bytes: int, context_bytes: int) -> int:
+    return int((held_bytes - context_bytes) / RESERVED_SHARE)
 
 
 def forecast_alone(
@@ -198,7 +203,7 @@ def forecast_alone(
     if rank.chosen is not None:
         best = rank.chosen
         moved = sum(best.moved_bytes.values())
-        way = WayForecast(CHOSEN, _allocated(best.held_bytes), best.step_ms, moved, moved)
+        way = WayForecast(CHOSEN, _allocated(best.held_bytes, CONTEXT_BYTES), best.step_ms, moved, moved)
         steps += (_step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit),)
     ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
     groups = [group for shape in rank.shapes for group in shape.groups]

@@ -293,6 +293,22 @@ def test_a_plan_that_is_outgrown_is_measured_again(tmp_path: Path) -> None:
     assert resumed.summary.predicted_step_ms < 1e4
 
 
+def test_where_chunks_differ_later_everything_is_offloaded_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The decision before would have nothing move, and what has grown be measured in each second step."""
+    longer = ROWS * 3 // 2
+    reference = ByHand(config(dry_run=True)).steps(6).steps(20, rows=longer)
+    job = ByHand(config(gpu_budget=max(reference.peaks[:6]))).steps(6)
+    assert job.moved[-1] == 0
+    job.controller.decider._policy.shapes = lambda actions: None
+    job.steps(20, rows=longer)
+    assert [each.message.startswith("gpu_budget: no step could be planned") for each in caplog.records].count(True) == 1
+    assert job.states[-1] is State.HOLD and all(job.moved[-10:]) and not job.controller.is_idle
+    assert job.controller.summary is None
+    assert_same_training(job, reference)
+
+
 def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used(tmp_path: Path) -> None:
     file, most = tmp_path / "plan.json", most_of()
     save_plan(ByHand(config(gpu_budget=1 << 40)).steps(6).engine, file)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -451,3 +452,25 @@ def test_after_an_interrupted_close_the_next_one_closes(monkeypatch: pytest.Monk
     engine.close()
     engine.close()
     closed.assert_called_once()
+
+
+class _Clears(torch.autograd.Function):
+    """Frees in its backward what it has read, as TransformerEngine's modules do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        saved = x.cos()
+        ctx.save_for_backward(saved)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
+        result = grad * saved
+        saved.data = torch.empty(0)
+        return result
+
+
+def test_a_backward_may_give_what_it_has_read_another_storage(engine: OffloadEngine) -> None:
+    """The meter looked the bytes up by the storage that came in its place, and a training ended with that error."""
+    check_against_plain(engine, _Clears.apply, leaf())
