@@ -270,23 +270,3 @@ def _warnings_of_two_steps(min_tensor_bytes: int) -> list[str]:
         for _ in range(2):
             run(chunks, 2)
     return logged
-
-
-@on_ranks()
-def test_offload_by_default_and_removal() -> None:
-    chunks = make_chunks(make_config())
-    expected, num_hooks = step(chunks, 3), _num_hooks(chunks[0])
-    with apply(ALL, modules=["core_attention", "mlp_act"]) as handle:
-        assert step(chunks, 3) == expected
-        assert stats_of(handle).copied_out_bytes > 0 and _num_hooks(chunks[0]) > num_hooks
-    assert _num_hooks(chunks[0]) == num_hooks
-    assert step(chunks, 3) == expected
-    with apply(ALL, modules=["attn_norm"]) as again:
-        assert step(chunks, 3) == expected
-        assert stats_of(again).copied_out_bytes > 0
-        del chunks
-        assert again.engine is None, "an engine goes with its model"
-
-
-def _num_hooks(model: torch.nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())

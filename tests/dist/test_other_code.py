@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,18 +20,7 @@ from offload_engine import OffloadConfig
 from offload_engine._host.pool import HostPool
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.logged import messages
-from tests.dist.tiny import (
-    ALL,
-    NUM_LAYERS,
-    engine_of,
-    fingerprint,
-    forward_step,
-    make_chunks,
-    make_config,
-    run,
-    stats_of,
-    step,
-)
+from tests.dist.tiny import ALL, NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, run, step
 
 Prepare = Callable[[Any], None]
 
@@ -248,71 +235,6 @@ def test_a_wrapper_is_taken_off_only_as_far_as_there_is_a_configuration() -> Non
     (chunk,) = make_chunks(make_config())
     with apply(OffloadConfig()) as handle:
         assert run([_Net(chunk)], 2) and handle.stats is None
-
-
-# -- the life of an attachment -----------------------------------------------------------------------------------------
-
-
-@on_ranks()
-def test_another_choice_of_modules_counts_from_the_next_step_on() -> None:
-    found, hooks = [], []
-    with apply(ALL) as handle:
-        (chunk,) = make_chunks(make_config(offload_activation=True))
-        for names in (["core_attn"], ["core_attn", "mlp_fc1"], ["mlp_fc1"], ["mlp_fc1"]):
-            vars(chunk.config)["offload_modules"] = list(names)
-            run([chunk], 2)
-            found.append(stats_of(handle).num_groups // NUM_LAYERS)
-            hooks.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in chunk.modules()))
-    assert found == [2, 4, 2, 2] and hooks[2] == hooks[3]
-
-
-@on_ranks()
-def test_a_removed_attachment_goes_before_its_model() -> None:
-    chunks = make_chunks(make_config())
-    attachments = []
-    for _ in range(2):
-        with apply(ALL, modules=["core_attn"]) as handle:
-            run(chunks, 2)
-            attachments.append(weakref.ref(next(iter(handle._runtime._attachments.values())).attachment))
-        del handle
-    gc.collect()
-    assert [attachment() for attachment in attachments] == [None, None]
-
-
-@on_ranks()
-def test_a_step_in_a_forward_of_another_ends_that_of_its_own_model() -> None:
-    inner = make_chunks(make_config())
-    running: list[Any] = []
-
-    def nesting(batches: Iterator[torch.Tensor], model: Any, *more: Any) -> Any:
-        own = handle._runtime.running_engine
-        run(inner, 1)
-        running.append(own is not None and handle._runtime.running_engine is own)
-        return forward_step(batches, model, *more)
-
-    with apply(ALL, modules=["core_attn"]) as handle:
-        run(make_chunks(make_config()), 2, forward_step=nesting)
-        assert handle._runtime.running_engine is None
-    assert running == [True, True]
-
-
-@on_ranks(Pipeline(2))
-def test_two_models_take_turns() -> None:
-    """As in reinforcement learning: each has an engine of its own, and goes with its model."""
-    jobs = {"dense": ["core_attn"], "moe": ["router_fc1", "mlp_norm"]}
-    expected = {kind: step(make_chunks(make_config(kind)), 4) for kind in jobs}
-    with apply(ALL) as handle:
-        models = {
-            kind: make_chunks(make_config(kind, offload_activation=True, offload_modules=names))
-            for kind, names in jobs.items()
-        }
-        engines = set()
-        for kind in (*jobs, *jobs):
-            assert step(models[kind], 4) == expected[kind]
-            engines.add(id(engine_of(handle)))
-        assert len(engines) == 2
-        models.clear()
-        assert not handle._runtime._attachments
 
 
 # -- offload on some ranks ---------------------------------------------------------------------------------------------

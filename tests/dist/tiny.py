@@ -150,6 +150,11 @@ def decoder_of(chunk: torch.nn.Module) -> Any:
     return unwrap(chunk).decoder
 
 
+def num_hooks(chunks: list[torch.nn.Module]) -> int:
+    """Count the hooks around forwards."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for chunk in chunks for m in chunk.modules())
+
+
 def stats_of(handle: Handle) -> IterationStats:
     """Return the counters of the last step."""
     assert handle.stats is not None

@@ -41,12 +41,17 @@ def train(directory: Path, *flags: str, num_ranks: int = 1, has_data: bool = Tru
     data = ["--data-path", str(directory / "text")] if has_data else []
     argv = [*data, "--metrics-json", str(metrics), *flags]
     with agent_store() as meeting:
-        outcomes = run_ranks(_run, argv, world_size=num_ranks, pipeline=Variables(meeting))
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return Run(max(status for status, _ in outcomes), steps, "\n".join(output for _, output in outcomes))
+        outcomes = run_ranks(run_script, argv, world_size=num_ranks, pipeline=Variables(meeting))
+    return Run(max(status for status, _ in outcomes), steps_of(metrics), "\n".join(output for _, output in outcomes))
 
 
-def _run(argv: Sequence[str]) -> tuple[int, str]:
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
+    """Read what a run wrote; nothing if it ended before its first step."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def run_script(argv: Sequence[str]) -> tuple[int, str]:
+    """Run the trainer in this process, a rank; return its exit status, and what it wrote to the terminal."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = _main(argv)
