@@ -38,7 +38,7 @@ class Job(NamedTuple):
     kind: str
     sharding: Sharding = Sharding()
     settings: Mapping[str, Any] = {}  # noqa: RUF012
-    microbatches: Sequence[int] = (3, 1, 3)
+    microbatches: Sequence[int] = (1, 3)
     change: Callable[[torch.nn.Module], None] | None = None
 
 

@@ -18,26 +18,23 @@ from megatron_patches import Handle, apply
 from offload_engine import CopyError, OffloadConfig
 from offload_engine._devices.file_slab import FileSlab
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
-from tests.dist.logged import messages
 from tests.dist.models import GroupedProduct
 from tests.dist.saved_storages import innermost_hooks
-from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, stats_of, step
+from tests.dist.settings import full, selective
+from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, messages, run, stats_of, step
 
-SELECTIVE = {"recompute_granularity": "selective"}
 # With a bias megatron-core's own recomputation of the MLP never ends: the bias becomes an output of the checkpoint.
-MLP = {**SELECTIVE, "recompute_modules": ["mlp"], "add_bias_linear": False}
-MOE = {**SELECTIVE, "recompute_modules": ["moe"]}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MLP = selective("mlp", add_bias_linear=False)
 
 # kind of model, names, settings, what the message must hold
 REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
     ("dense", ["core_attn", "moe_act", "router"], {}, ["'moe_act' needs", "'router' needs layers with experts"]),
     ("moe", ["mlp_fc1"], {}, ["'mlp_fc1' needs layers with a dense MLP", "router_fc1", "mlp: MoELayer"]),
     ("moe", ["shared_fc1"], {}, ["'shared_fc1' needs layers with shared experts"]),
-    ("dense", ["qkv_linear"], FULL, ["'qkv_linear'", "recompute_granularity='full'", "layer_input"]),
+    ("dense", ["qkv_linear"], full(), ["'qkv_linear'", "recompute_granularity='full'", "layer_input"]),
     ("dense", ["mlp_act"], MLP, ["'mlp_act'", "recompute_modules has 'mlp'"]),
-    ("moe", ["router_fc1"], MOE, ["'router_fc1'", "recompute_modules has 'moe'"]),
-    ("dense", ["qkv_linear"], {**SELECTIVE, "recompute_modules": ["layernorm"]}, ["'qkv_linear'", "discarded by"]),
+    ("moe", ["router_fc1"], selective("moe"), ["'router_fc1'", "recompute_modules has 'moe'"]),
+    ("dense", ["qkv_linear"], selective("layernorm"), ["'qkv_linear'", "discarded by"]),
     ("dense", ["core_attn"], {"offload_host_limit_bytes": 2048}, ["2,048", "one hidden activation of 4,096 bytes"]),
     ("dense", ["core_attn"], {"offload_dir": "/nonexistent/directory"}, ["/nonexistent/directory"]),
 ]
@@ -92,7 +89,7 @@ def test_a_setting_that_one_stage_cannot_run_is_refused_on_all() -> None:
             message = _refusal(handle, make_chunks(make_config(), change=fuse))
         assert f"'{name}'" in message and "use_transformer_engine_op_fuser=True" in message
     with apply(ALL, modules=["layer_input"]) as handle:
-        message = _refusal(handle, make_chunks(make_config(**FULL, distribute_saved_activations=True)))
+        message = _refusal(handle, make_chunks(make_config(**full(), distribute_saved_activations=True)))
     assert "distribute_saved_activations=True" in message
 
 

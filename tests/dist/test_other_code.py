@@ -19,8 +19,8 @@ from megatron_patches import apply
 from offload_engine import OffloadConfig
 from offload_engine._host.pool import HostPool
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
-from tests.dist.logged import messages
-from tests.dist.tiny import ALL, NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, run, step
+from tests.dist.settings import OVERLAP
+from tests.dist.tiny import ALL, NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, messages, run, step
 
 Prepare = Callable[[Any], None]
 
@@ -132,7 +132,6 @@ def test_without_other_code_it_is_emptied() -> None:
 @pytest.mark.parametrize("is_given", [False, True], ids=["kept by a hook", "given by the caller"])
 @on_ranks(Pipeline(expert=2))
 def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
-    settings = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
     seen: list[float] = []
 
     def reading(batches: Iterator[torch.Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +149,7 @@ def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
         seen.clear()
         _kept.clear()
         prepare = (lambda chunk: None) if is_given else _behind_the_embedding
-        outcomes.append((Outcome(prepare, names, "moe", reading, torch.bfloat16, **settings).fingerprint, seen[:]))
+        outcomes.append((Outcome(prepare, names, "moe", reading, torch.bfloat16, **OVERLAP).fingerprint, seen[:]))
     assert outcomes[0] == outcomes[1]
 
 
