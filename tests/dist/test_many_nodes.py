@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.dist.launch import Variables, run_ranks
-from tests.dist.trainer import Run, run_script, steps_of, train
+from tests.dist.programs import TRAINER, Printed, Run, as_run, run_here, train
 
 NUM_NODES, PER_NODE = 2, 2
 # Pipelines and gradients go from node to node, tokens to experts of the same node.
@@ -21,11 +21,14 @@ FLAGS = (
 OFFLOAD = ("--offload-activation", "--offload-modules", "core_attn", "moe_act", "--offload-min-tensor-bytes", "1")
 
 
-class Ended(NamedTuple):
-    """How a rank ended, where it was, and what of the node's memory was its own."""
+Job = tuple[str, tuple[str, ...], Path, dict[str, str]]
+"""Of `run_here`."""
 
-    status: int
-    output: str
+
+class Ended(NamedTuple):
+    """What a rank printed, where it was, and what of the node's memory was its own."""
+
+    printed: Printed
     variables: list[str]
     address: str
     num_sharing: int
@@ -34,18 +37,15 @@ class Ended(NamedTuple):
 def train_on_nodes(directory: Path, *flags: str) -> tuple[Run, list[Ended]]:
     """Run the trainer under an agent for each node; the run must succeed."""
     metrics = directory / "metrics.json"
-    argv = ["--metrics-json", str(metrics), *flags]
-    meeting = str(directory / "rendezvous")
-    agents = run_ranks(
-        _agent, meeting, argv, world_size=NUM_NODES, pipeline=Variables({}), timeout_s=240.0, has_children=True
-    )
-    ranks = [Ended(*ended) for agent in agents for _, ended in sorted(agent.items())]
-    output = "".join(rank.output for rank in ranks)
-    assert not any(rank.status for rank in ranks), output
-    return Run(0, steps_of(metrics), output), ranks
+    job: Job = (str(TRAINER), ("--metrics-json", str(metrics), *flags), directory, {})
+    agents = run_ranks(_agent, job, world_size=NUM_NODES, pipeline=Variables({}), timeout_s=240.0, has_children=True)
+    ranks = [ended for agent in agents for _, ended in sorted(agent.items())]
+    run = as_run(metrics, [rank.printed for rank in ranks])
+    assert run.status == 0, run.output
+    return run, ranks
 
 
-def _agent(meeting: str, argv: list[str]) -> dict[int, Ended]:
+def _agent(job: Job) -> dict[int, Ended]:
     """Do what `python -m torch.distributed.run` does on a node, but for the start of the interpreters."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -57,23 +57,22 @@ def _agent(meeting: str, argv: list[str]) -> dict[int, Ended]:
         run_id="two-nodes",
         # The agents meet at a file, so that no port has to be free; the ranks take one of the first agent's choice.
         rdzv_backend="c10d",
-        rdzv_endpoint=meeting,
+        rdzv_endpoint=str(job[2] / "rendezvous"),
         rdzv_configs={"store_type": "file"},
         local_addr=f"127.0.0.{node + 1}",
         start_method="fork",
         max_restarts=0,
     )
-    found: dict[int, Ended] = elastic_launch(config, _rank)(f"node{node}", argv)
+    found: dict[int, Ended] = elastic_launch(config, _rank)(f"node{node}", job)
     return found
 
 
-def _rank(node: str, argv: list[str]) -> Ended:
+def _rank(node: str, job: Job) -> Ended:
     from offload_engine._devices.node_share import num_processes_of_node
 
     socket.gethostname = lambda: node
     variables = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")]
-    status, output = run_script(argv)
-    return Ended(status, output, variables, os.environ["MASTER_ADDR"], num_processes_of_node())
+    return Ended(run_here(*job), variables, os.environ["MASTER_ADDR"], num_processes_of_node())
 
 
 def test_two_nodes_train_as_one_to_the_last_bit(tmp_path: Path) -> None:

@@ -207,7 +207,8 @@ PARTS_OF_EXPERTS = ["moe_act", "router_fc2", "shared_fc1", "shared_fc2"]
 def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered: set[str]) -> None:
     """Also where the groups of two small recomputations are those of a large one."""
     kind, settings, _ = MODELS[model]
-    options = RecomputeOptions(make_chunks(_config(kind, settings)), PARTS_OF_EXPERTS)
+    chunks = make_chunks(_config(kind, settings))  # which it does not keep
+    options = RecomputeOptions(chunks, PARTS_OF_EXPERTS)
     groups = [
         GroupShape(name, layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in PARTS_OF_EXPERTS
     ]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.programs import run_program
-from tests.dist.trainer import EXAMPLES, Run, train
+from tests.dist.programs import EXAMPLES, Run, run_program, train
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
