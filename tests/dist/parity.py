@@ -102,10 +102,18 @@ def run_with(
     microbatches: Sequence[int],
     expected: list[dict[str, str]],
     *,
-    is_evaluated: bool = True,
-    has_report: bool = True,
+    is_evaluated: bool = False,
+    has_report: bool = False,
 ) -> list[IterationStats]:
-    """Compare steps with offload with `expected`; return the counters of each."""
+    """Compare steps with offload with `expected`; return the counters of each.
+
+    Args:
+        case: the model.
+        microbatches: of each step.
+        expected: the fingerprints of the same steps without offload.
+        is_evaluated: an evaluation comes before each step and behind the last; it changes nothing.
+        has_report: the second step is recorded, and its tables are made.
+    """
     meter = ResidencyMeter()
     counters = []
     config = OffloadConfig(min_tensor_bytes=1, directory="none")

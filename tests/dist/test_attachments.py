@@ -83,12 +83,15 @@ def test_what_is_checked_after_the_first_step_is_so_after_the_first_that_does_no
         config.finalize_model_grads_func = None
         assert (handle.engine is not None) == does_offload
         for _ in range(2):  # a refused model is checked again
-            with pytest.raises(ValueError, match="offload_host_limit_bytes=4,096 has no room for any of"):
+            with pytest.raises(
+                ValueError, match="pipeline rank 0: offload_host_limit_bytes=4,096 has no room for any of"
+            ):
                 run(chunks, 2)
             assert handle.engine is None
         config.offload_host_limit_bytes = None
         for _ in range(3):
             run(chunks, 2)
+        assert (handle.stats is not None and handle.stats.copied_out_bytes > 0) == does_offload
 
 
 # -- another choice ----------------------------------------------------------------------------------------------------

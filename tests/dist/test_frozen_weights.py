@@ -95,5 +95,5 @@ def _num_frozen(cases: list[Case], microbatches: list[int]) -> list[int]:
     for case in cases:
         expected = run_without(case, microbatches)
         num_frozen.append(list(expected[0].values()).count("none"))
-        run_with(case, microbatches, expected)
+        run_with(case, microbatches, expected, is_evaluated=True, has_report=case is cases[0])
     return num_frozen

@@ -132,7 +132,7 @@ def test_what_is_recomputed_moves_less() -> None:
 
 def _run(names: list[str], recomputed: list[str]) -> IterationStats:
     case = Case("moe", names, settings=selective(*recomputed, **SETTINGS), change=with_mixers)
-    (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]))
+    (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]), is_evaluated=True)
     return stats
 
 

@@ -38,7 +38,7 @@ class Outcome:
         **more: Any,
     ) -> None:
         (chunk,) = chunks = make_chunks(make_config(kind, dtype, **more), change=prepare)
-        with apply(ALL, modules=names) as handle:
+        with apply(ALL, modules=names, has_report=False) as handle:
             for _ in range(2):
                 chunk.zero_grad()
                 losses = run(chunks, 2, forward_step=step)

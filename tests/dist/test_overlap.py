@@ -23,7 +23,8 @@ from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, step
 
 SHAPES = [Pipeline(expert=2), DEEP]
-MICROBATCHES = {1: [3, 1, 2], 4: [2, 6]}  # by number of stages in all
+MICROBATCHES = {1: [3, 1], 4: [2, 4]}  # by number of stages in all
+ALONE = {1: [2], 4: [4]}
 ATTENTION = ["layer_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "self_attn"]
 DENSE = ["mlp_fc1", "mlp_act", "mlp_fc2"]
 SHARED_EXPERTS = ["shared_experts", "shared_fc1", "shared_fc2"]
@@ -52,7 +53,7 @@ def test_delayed_weight_gradients(shape: Pipeline) -> None:
 
 def _check(alone: list[Case], together: list[Case], shape: Pipeline) -> None:
     """Names alone see one number of microbatches: that these change is no matter of a single name."""
-    numbers = [*([_microbatches(shape)[-1:]] * len(alone)), *[_microbatches(shape)] * len(together)]
+    numbers = [*([_microbatches(shape, ALONE)] * len(alone)), *[_microbatches(shape)] * len(together)]
     run_ranks(check_cases, [*alone, *together], numbers, pipeline=shape)
 
 
@@ -114,7 +115,7 @@ def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
         _case("moe", ["layer_input", "mlp_norm", "router"], **selective("core_attn")),
         _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], ep_overlap_early_attn_memory_release=True),
     ]
-    run_ranks(check_all, cases if shape.size == 1 else cases[1::2], _microbatches(shape)[-1:], pipeline=shape)
+    run_ranks(check_all, cases if shape.size == 1 else cases[1::2], _microbatches(shape, ALONE), pipeline=shape)
 
 
 def test_latent_attention_and_grouped_experts() -> None:
@@ -132,7 +133,7 @@ def test_multi_token_prediction() -> None:
     """Its layer is one more layer of the plan, whose input is one part of a tensor that is read again."""
     names = ["layer_input", "core_attn", "mlp_norm", "mtp_norm", "mtp_proj", "router_fc1"]
     case = _case("moe", names, mtp_num_layers=1)
-    for stats in run_with(case, [2, 4], run_without(case, [2, 4])):
+    for stats in run_with(case, [2, 4], run_without(case, [2, 4]), is_evaluated=True):
         assert stats.num_viewed_storages == 0
 
 
@@ -194,12 +195,12 @@ def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
         "dispatched_tokens",
         *EXPERTS,
     ]
-    case, microbatches = _case("mixed", names, delay_wgrad_compute=True), _microbatches(shape)[:2]
+    case, microbatches = _case("mixed", names, delay_wgrad_compute=True), _microbatches(shape)
     references = References()
     for seed, numbers in ((None, microbatches), (1, [max(microbatches)])):
         expected = references.of(case, numbers)
         with adversarial_device(seed) as device:
-            counters = run_with(case, numbers, expected, is_evaluated=False, has_report=False)
+            counters = run_with(case, numbers, expected)
             assert device.hazards == []
             assert device.num_copies["out"] and device.num_copies["in"]
             assert all(stats.num_emptied_storages for stats in counters)
@@ -209,5 +210,5 @@ def _case(kind: str, names: list[str], **more: Any) -> Case:
     return Case(kind, names, torch.bfloat16, {**OVERLAP, **SHARED, **more}, wrap=True)
 
 
-def _microbatches(shape: Pipeline) -> list[int]:
-    return MICROBATCHES[shape.size * (shape.virtual or 1)]
+def _microbatches(shape: Pipeline, numbers: dict[int, list[int]] = MICROBATCHES) -> list[int]:
+    return numbers[shape.size * (shape.virtual or 1)]
