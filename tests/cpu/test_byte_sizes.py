@@ -108,11 +108,10 @@ def test_texts() -> None:
     assert {nbytes: format_bytes(nbytes) for nbytes in sizes} == sizes
 
 
-def test_tools_parse_sizes_before_torch_is_imported() -> None:
+def test_benchmarks_parse_flags_before_torch_is_imported() -> None:
     code = (
         "import sys; import benchmarks.frontends.settings as s; "
-        "found = s.parse(['--host-gib', '2', '--device-gib', '500MiB', '--group-bytes', '64KiB']); "
-        "assert (found.host_bytes, found.device_bytes, found.group_bytes) == (2 << 30, 500 << 20, 65536); "
+        "assert s.parse(['--seq', '128', '--engine', 'min_tensor_bytes=1MiB']).shape.seq == 128; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
