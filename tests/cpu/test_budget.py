@@ -332,15 +332,6 @@ def test_an_exception_in_a_measured_step_measures_the_next() -> None:
     assert job.controller.state is State.MEASURE and job.steps(4).states[-1] is State.HOLD
 
 
-def test_the_report_says_what_stays_and_what_it_takes() -> None:
-    job = ByHand(config(gpu_budget=round(0.7 * most_of()))).steps(8)
-    text = job.engine.report()
-    assert "Budget: a step by group" in text and "lowest budget" in text
-    assert job.summary.measured_peak_bytes == job.peaks[-1] and job.summary.measured_step_ms > 0
-    curve = job.controller.curve
-    assert [nbytes for nbytes, _ in curve] == sorted(nbytes for nbytes, _ in curve)
-
-
 @pytest.mark.parametrize(
     ("error", "message", "settings"),
     [

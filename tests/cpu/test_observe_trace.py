@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine._observe.chrome_trace import merge, read_records, trace_events, write_trace
+from offload_engine._observe.chrome_trace import merge, read_records, write_trace
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     Awaited,
@@ -95,30 +95,6 @@ def test_a_file_has_valid_events_and_the_records(name: str, tmp_path: Path) -> N
     assert len(pids) == 2
     for pid in pids:
         check_schema([event for event in events if event["pid"] == pid])
-
-
-def test_tracks_show_what_was_recorded() -> None:
-    events = trace_events(a_step(), 1_790_000_000_000_000_000)
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    slices = [(threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    begin = 123_456.789
-    assert ("copy-outs", "attn 0.0:0", pytest.approx(begin + 2500), pytest.approx(1000)) in slices
-    assert ("copy-ins", "attn 0.0:0", pytest.approx(begin + 9000), pytest.approx(2000)) in slices
-    waited = ("compute waits", "wait for copy_in of attn 0.0:0", pytest.approx(begin + 10000), pytest.approx(1000))
-    assert waited in slices
-    lives = {(track, name) for track, name, *_ in slices if track.startswith("groups")}
-    assert lives == {
-        ("groups 0", "attn 0.0:0 packed"),
-        ("groups 0", "attn 0.0:0 copying out"),
-        ("groups 1", "mlp 0.0:1 packed"),
-        ("groups 0", "act 0.0:2 packed"),
-    }
-    counters = [(e["name"], e["args"]["MiB"]) for e in events if e["ph"] == "C"]
-    assert counters[3:] == [("resident", 16.0), ("in flight", 8.0), ("on host", 8.0)]
-    moves = [(e["name"], e["args"]["boundary"]) for e in events if e["ph"] == "i"]
-    assert moves == [("OUT 0.0:0", "F0.0:0"), ("IN 0.0:0", "B0.0:1")]
-    rates = [e["args"]["GB/s"] for e in events if e["ph"] == "X" and "GB/s" in e["args"]]
-    assert rates == [8.389, 8.389, 4.194]
 
 
 def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> None:
