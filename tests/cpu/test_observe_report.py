@@ -15,9 +15,11 @@ from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     Awaited,
     CopyRecord,
+    CounterRecord,
     GroupRecord,
     MoveRecord,
     SavedRecord,
+    StageRecord,
     StepRecord,
     WaitRecord,
 )
@@ -68,8 +70,13 @@ def a_step(
             WaitRecord(Awaited.COPY_IN, "1.0:2", 8.0, 8.5),
             WaitRecord(Awaited.COPY_IN, "1.0:1", 9.0, 9.002),
         ),
-        stages=(),
-        counters=(),
+        stages=(
+            StageRecord("1.0:0", "packed", 0.5, 1.0),
+            StageRecord("1.0:0", "copying out", 1.0, 2.1),
+            StageRecord("1.0:1", "packed", 1.5, 9.0),
+            StageRecord("1.0:2", "packed", 9.0, 9.5),
+        ),
+        counters=(CounterRecord(1.0, MIB, 0, 0), CounterRecord(2.5, 2 * MIB, MIB, MIB)),
         saved=(*inside, *outside, saved("1.0", 9, unasked, module="module.decoder.layers.0.mlp.fc2")),
     )
 
