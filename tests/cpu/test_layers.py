@@ -28,7 +28,8 @@ from offload_engine import (
     enable_activation_offloading,
 )
 from tests.adversarial import AdversarialDevice
-from tests.checkpointed import HIDDEN, INPUT_BYTES, LENGTH, WatchedStack, all_equal
+from tests.checkpointed import INPUT_BYTES, WatchedStack, all_equal
+from tests.decoders import HIDDEN, LENGTH
 
 WIDTH, ROWS = 16, 8
 BYTES = 4 * WIDTH * ROWS  # of one activation
@@ -117,7 +118,7 @@ def test_hugging_face_models_train_the_same_to_the_last_bit(
     kind: str, own: str | None, enable_ckpt: bool, enable: Enable
 ) -> None:
     pytest.importorskip("transformers")
-    from tests.decoders import HIDDEN, LENGTH, SMALL, make_decoder, train
+    from tests.decoders import SMALL, make_decoder, train
 
     model: Any = make_decoder(kind)
     if own is not None:

@@ -26,9 +26,7 @@ from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
     FAMILIES,
-    HIDDEN,
     INPUT_BYTES,
-    LENGTH,
     WAYS,
     Stack,
     all_equal,
@@ -38,7 +36,7 @@ from tests.checkpointed import (
     random_tokens,
     watch_inputs,
 )
-from tests.decoders import train
+from tests.decoders import HIDDEN, LENGTH, train
 
 PLAIN = OffloadConfig(min_tensor_bytes=1024, directory="none")  # position ids, shared by all layers, are smaller
 needs_transformers = pytest.mark.skipif(
