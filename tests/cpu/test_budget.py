@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -183,10 +184,12 @@ def all_kept(make: Make) -> Job:
     return make(config(dry_run=True)).steps(8)
 
 
+@cache
 def most_of(make: Make = ByHand) -> int:
     return max(all_kept(make).peaks)
 
 
+@cache
 def lowest_budget(make: Make) -> int:
     """The floor, as a budget that everything fits has measured it; layers are not recomputed."""
     return make(config(gpu_budget=1 << 40, recompute="off")).steps(8).summary.lowest_bytes
