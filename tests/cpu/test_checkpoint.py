@@ -26,14 +26,13 @@ from offload_engine._devices.cpu import CpuDevice
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
-    HIDDEN,
     INPUT_BYTES,
-    LENGTH,
     Stack,
     WatchedStack,
     all_equal,
     first_recomputation,  # noqa: F401 (a fixture)
 )
+from tests.decoders import HIDDEN, LENGTH
 from tests.lookups import present
 
 Checkpoint = Callable[..., Any]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from offload_engine._observe.chrome_trace import write_trace
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import find_hardware
 from offload_engine.rehearsal.options import hardware_of, recorded_link
-from tests.cpu.test_observe_trace import MIB, a_step
+from tests.cpu.test_observe_report import a_step
 
 
 def test_a_name_with_a_number_is_so_many_gpus_of_a_host() -> None:
@@ -75,10 +76,10 @@ def test_a_recording_says_how_fast_copies_were(tmp_path: Path) -> None:
     """What was measured replaces the link; of both ways at once the slower counts."""
     trace = str(write_trace([a_step(0), a_step(1)], tmp_path / "trace.json"))
     link = recorded_link([trace])
-    assert link == pytest.approx(Link(8 * MIB / 1e6, 4 * MIB / 1e6))  # out 8 MiB in a millisecond, two in each step
+    assert link == pytest.approx(Link(6.0, 2.0))  # out 12 MB in two milliseconds, in 4 MB in as long
     hardware = hardware_of("h100x8", None, [trace])
     assert hardware.link(8, is_both_ways=False) == link
     assert hardware.link(8, is_both_ways=True) == Link(link.in_gbps, link.in_gbps)
-    empty = write_trace(a_step(copies=()), tmp_path / "empty.json")
+    empty = write_trace(replace(a_step(), copies=()), tmp_path / "empty.json")
     with pytest.raises(ValueError, match="empty.json: no copies out are recorded"):
         recorded_link([str(empty)])

@@ -123,16 +123,6 @@ def test_steps_are_steps_while_a_graph_is_kept(job: Job, tmp_path: Path, caplog:
     assert job.handle.stats.num_storages_left == 0 and job.handle.engine.last_record is not None
 
 
-def test_each_further_graph_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    job, kept = Job(layers), []
-    with caplog.at_level(logging.WARNING):
-        for i in range(3):
-            kept.append(job.loss(i))
-            job.steps(3)
-    job.handle.remove()
-    assert caplog.text.count("outlive the iteration") == 3
-
-
 def test_a_backward_of_a_kept_graph_in_a_recorded_step() -> None:
     job, plain = Job(layers), Job()
     for each in (plain, job):

@@ -16,7 +16,6 @@ from tests.decoders import SMALL, make_decoder
 
 WIDTH, ROWS, DEPTH, TOKENS = 8, 4, 3, torch.arange(32).view(2, 16)
 ALL = OffloadConfig(min_tensor_bytes=1)
-Step = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class Cache:

@@ -26,9 +26,7 @@ from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
     FAMILIES,
-    HIDDEN,
     INPUT_BYTES,
-    LENGTH,
     WAYS,
     Stack,
     all_equal,
@@ -36,9 +34,9 @@ from tests.checkpointed import (
     make_language_model,
     make_stack,
     random_tokens,
-    train,
     watch_inputs,
 )
+from tests.decoders import HIDDEN, LENGTH, train
 
 PLAIN = OffloadConfig(min_tensor_bytes=1024, directory="none")  # position ids, shared by all layers, are smaller
 needs_transformers = pytest.mark.skipif(
@@ -91,7 +89,7 @@ def test_language_models_train_to_the_last_bit(
     assert model.activation_offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
     assert device.num_copies["in"] > 0 and not model.activation_offload.engine.is_in_iteration
     model.activation_offload.remove()
-    assert all_equal(found, train(make_language_model(family, way)))
+    assert found == train(make_language_model(family, way))
 
 
 # -- where the inputs are ----------------------------------------------------------------------------------------------

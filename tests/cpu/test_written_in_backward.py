@@ -169,14 +169,21 @@ def check_as_plain(make: Make, engine: OffloadEngine, where: str, num_runs: int 
     return [one if isinstance(one, str) else "" for one in found]
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_nobody_else_reads_it(engine: OffloadEngine, where: str, view: str) -> None:
-    assert check_as_plain(lambda x: (scratch(x, view),), engine, where) == [""]
+# What saves a view, how often the backwards run, and what becomes of each.
+CASES: dict[str, tuple[Callable[[torch.Tensor, str], tuple[torch.Tensor, ...]], int, list[str]]] = {
+    "nobody else reads it": (lambda x, view: (scratch(x, view),), 1, [""]),
+    "the writer comes last": (lambda x, view: (scratch(x, view), reads(x)), 1, ["", ""]),
+    "a retained graph runs again": (lambda x, view: (scratch(x, view),), 3, ["", "modified", "modified"]),
+    "a backward reads it again": (lambda x, view: (scratch(x, view, 2),), 1, ["modified"]),
+    "a retained graph writes nothing": (lambda x, view: (reads(x, view), reads(x)), 3, [""] * 6),
+}
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_the_writer_comes_last(engine: OffloadEngine, where: str, view: str) -> None:
-    assert check_as_plain(lambda x: (scratch(x, view), reads(x)), engine, where) == ["", ""]
+@pytest.mark.parametrize("case", CASES)
+def test_who_reads_it(engine: OffloadEngine, where: str, case: str, view: str) -> None:
+    make, num_runs, expected = CASES[case]
+    assert check_as_plain(lambda x: make(x, view), engine, where, num_runs) == expected
 
 
 @pytest.mark.parametrize("read", VIEWS)
@@ -186,27 +193,12 @@ def test_another_node_reads_it_later(engine: OffloadEngine, where: str, written:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_retained_graph_runs_again(engine: OffloadEngine, where: str, view: str) -> None:
-    assert check_as_plain(lambda x: (scratch(x, view),), engine, where, num_runs=3) == ["", "modified", "modified"]
-
-
-@pytest.mark.parametrize("view", VIEWS)
 def test_another_node_reads_what_one_has_discarded(engine: OffloadEngine, where: str, view: str) -> None:
     def make(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         discarded = Discards.apply(x)
         return Discards.apply(x), reads(x, view), discarded
 
     assert check_as_plain(make, engine, where) == ["", "", ""]
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_backward_reads_it_again(engine: OffloadEngine, where: str, view: str) -> None:
-    assert check_as_plain(lambda x: (scratch(x, view, 2),), engine, where) == ["modified"]
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_retained_graph_that_writes_nothing(engine: OffloadEngine, where: str, view: str) -> None:
-    assert check_as_plain(lambda x: (reads(x, view), reads(x)), engine, where, num_runs=3) == [""] * 6
 
 
 @pytest.mark.parametrize("dim", [0, 1])
