@@ -184,7 +184,7 @@ def _receive_all(readers: Sequence[Connection], deadline: float) -> list[Outcome
 def _receive(reader: Any) -> Outcome:
     try:
         return Outcome(*reader.recv())
-    except EOFError:
+    except (EOFError, ConnectionResetError):  # the latter if it had not read all that it was sent
         return Outcome(error="died without a word")
 
 
