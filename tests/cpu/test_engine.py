@@ -458,13 +458,13 @@ class _Clears(torch.autograd.Function):
     """Frees in its backward what it has read, as TransformerEngine's modules do."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         saved = x.cos()
         ctx.save_for_backward(saved)
         return x.sin()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (saved,) = ctx.saved_tensors
         result = grad * saved
         saved.data = torch.empty(0)

@@ -56,7 +56,11 @@ def test_attention_whose_heads_share_keys_takes_as_long(hollow: HollowTensors) -
     times = []
     for num_heads in (4, 16):
         ran: list[float] = []
-        hollow.run = lambda milliseconds, name, ran=ran: ran.append(milliseconds)
+
+        def run(milliseconds: float, name: str, ran: list[float] = ran) -> None:
+            ran.append(milliseconds)
+
+        hollow.run = run
         with hollow, fused_attention():
             query = torch.empty(1, 16, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
             keys = torch.empty(1, num_heads, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
