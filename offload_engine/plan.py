@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,8 @@ def read_config(model: str, changes: dict[str, Any]) -> Any:
             raise ValueError(f"--set {name}: the configuration of {config.model_type} has no such setting")
         setattr(config, name, value)
     config.use_cache = False
+    # Now: where the first import of a model's code is in a rehearsal, transformers 4 does not find its classes.
+    importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     return config
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.utils._pytree
 
-SUPPORTED: Final = "torch 2.6 to 2.15"
+SUPPORTED: Final = "torch 2.11 to 2.15"
 _MISSING: Final = object()
 
 # Private attributes that the two packages may read anywhere.

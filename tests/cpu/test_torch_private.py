@@ -187,7 +187,7 @@ def test_the_compiler_is_seen_where_it_runs() -> None:
 def test_cuda_names_are_functions_everywhere() -> None:
     """A build without CUDA says what is missing when they are called, not at import."""
     if torch.version.cuda is None:
-        with pytest.raises(ImportError, match=r"needs torch\._C\._cuda_getDevice \(torch 2\.6 to 2\.15\)"):
+        with pytest.raises(ImportError, match=r"needs torch\._C\._cuda_getDevice \(torch 2\.11 to 2\.15\)"):
             torch_private.cuda_current_device()
         with pytest.raises(ImportError, match=r"needs torch\._C\._cuda_getCurrentRawStream"):
             torch_private.cuda_current_stream(0)
@@ -209,7 +209,7 @@ def test_a_missing_name_is_one_clear_error(path: str) -> None:
     with pytest.raises(ImportError) as caught:
         torch_private.take(path)
     assert str(caught.value) == (
-        f"offload_engine needs {path} (torch 2.6 to 2.15); torch {torch.__version__} has none: install a torch "
+        f"offload_engine needs {path} (torch 2.11 to 2.15); torch {torch.__version__} has none: install a torch "
         "between those two, or a later offload_engine that supports this one"
     )
 
@@ -226,12 +226,14 @@ def test_the_package_does_not_import_without_a_name(owner: str, name: str) -> No
     program = f"import torch\ndel {owner}.{name}\nimport offload_engine"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: offload_engine needs {owner}.{name} (torch 2.6 to 2.15); torch "), done.stderr
+    assert last.startswith(f"ImportError: offload_engine needs {owner}.{name} (torch 2.11 to 2.15); torch "), (
+        done.stderr
+    )
     assert done.stderr.count("Error: ") == 1, "one error, not a chain of them"
 
 
 def test_a_missing_attribute_is_the_same_error() -> None:
-    with pytest.raises(ImportError, match=r"needs torch\.Tensor\._gone \(torch 2\.6 to 2\.15\); torch .* has none"):
+    with pytest.raises(ImportError, match=r"needs torch\.Tensor\._gone \(torch 2\.11 to 2\.15\); torch .* has none"):
         torch_private.check_attributes(torch.Tensor, "torch.Tensor", ("_version", "_gone"))
     with pytest.raises(ImportError, match=r"needs object\._stages \("):
         torch_private.of_schedule(object(), "_stages")
