@@ -246,7 +246,7 @@ class Executor:
 
     def _unkeep(self, group: TensorGroup) -> None:
         group.is_kept = False
-        if self._keeping.kept and not group.stays:
+        if not group.stays:
             group.stays = self._keeping.may_stay(group)
         self.store.counters.stats.num_kept_groups -= 1
         self.store.counters.stats.kept_bytes -= group.own_bytes

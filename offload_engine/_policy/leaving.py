@@ -40,8 +40,7 @@ class LeavingQueue:
         self.num_issued += 1
         self.queue.append(issued)
         self.inflight_bytes += issued.nbytes
-        if issued.nbytes > self.largest_bytes:
-            self.largest_bytes = issued.nbytes
+        self.largest_bytes = max(self.largest_bytes, issued.nbytes)
 
     def pop(self) -> CopyOut:
         """Remove and return the oldest copy-out."""

@@ -146,6 +146,7 @@ def test_after_a_reset_there_is_no_tail() -> None:
     bench.forward(FIRST, num_in_tail=0)
     bench.handles.clear()
     bench.engine.reset_iteration()
+    assert bench.engine.snapshot().inflight_bytes == 0
     bench.engine.begin_iteration(bench.actions)
     bench.forward(FIRST)
     bench.forward(SECOND).begin_backward()

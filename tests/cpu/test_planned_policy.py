@@ -238,7 +238,8 @@ def test_completed_copies_are_released_under_every_plan_and_else_as_the_reactive
         bench.check_planned()
 
 
-def test_no_chunk_outlives_its_step_planned_or_not() -> None:
+@pytest.mark.parametrize("bounds", [{}, {"resident_bytes": 1 << 20}], ids=str)
+def test_no_chunk_outlives_its_step_planned_or_not(bounds: dict[str, int]) -> None:
     """Policies keep nothing alive that a step has made: groups hold events and, in retained graphs, storages."""
 
     def alive() -> set[int]:
@@ -250,7 +251,7 @@ def test_no_chunk_outlives_its_step_planned_or_not() -> None:
         chunk.offload_kept_groups()
         return [shared, save_group(chunk, "attention", 1, DELAYED)]
 
-    bench, before = Bench(), alive()
+    bench, before = Bench(**bounds), alive()
     for _ in range(3):  # the first goes without a plan
         bench.step(PIPELINE, save)
         assert not alive() - before
