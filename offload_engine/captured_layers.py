@@ -89,7 +89,7 @@ class CapturedLayers:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the device memory that backwards read from; 0 once it is released."""
+        """Return the memory of the graphs in which backwards find what has left; 0 once it is released."""
         return self._slots.nbytes
 
     # -- captures and replays, called by the graphs --------------------------------------------------------------------
@@ -139,12 +139,13 @@ class CapturedLayers:
         device = self._context.device.torch_device
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
         self._replays = Replays(self.steps, self._context)
+        self._slots.free()
 
     def abandon(self) -> None:
         """Give up captures that were broken off: a replay of their graphs is an error from now on."""
         self._is_released = True
         self._replays, self.steps = None, ()
-        self.recording.end()
+        self.recording.stop()
         self._slots.close()
         self.slabs.free_all()
         self.slabs.close_free()
