@@ -31,6 +31,7 @@ ORDERS = {
     "one microbatch": "F0 B0",
     "all forwards first": "F0 F1 F2 B2 B1 B0",
     "1F1B": "F0 F1 B0 F2 B1 F3 B2 B3",
+    "interleaved": "F0 F1 F2 B2 F3 B3 B0 B1",  # two microbatches of the first chunk, and of the second
 }
 
 
