@@ -20,13 +20,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.apart import run_apart
 from benchmarks.flags import add_flags, new_parser
 from benchmarks.gpu.settings import SETUPS, Shape
 from benchmarks.records import Records
 from benchmarks.tables import Column, show, table
+
+if TYPE_CHECKING:
+    from offload_engine import OffloadEngine
+    from offload_engine.captured_layers import CapturedLayers
 
 CONTENDERS = ("none", "ours", "incumbent")
 SECONDS, HOST_BYTES = 240.0, 100 << 30  # of one process
@@ -98,7 +102,7 @@ def _measure(job: Job) -> dict[str, Any]:
 
     ranks = start_ranks(job.shape, deterministic=False, share_gpus=False)
     assert ranks.world_size == 1
-    with _offload(job) as moved, contextlib.redirect_stdout(io.StringIO()):
+    with _offload(job) as find_engine, contextlib.redirect_stdout(io.StringIO()):
         training = _Training(job)
         for _ in range(WARMUP):
             training.step()
@@ -109,60 +113,59 @@ def _measure(job: Job) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         training.step()
+        engine = find_engine()
+        layers = () if engine is None else engine.graphs.layers
         step_ms, host_ms, losses = timed_steps(job.num_steps, training.step, torch.cuda.synchronize)
         found = {
             "step_ms": step_ms,
             "host_ms": host_ms,
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "allocated_bytes": torch.cuda.max_memory_allocated(),
-            "moved_bytes": moved(),
+            "moved_bytes": _moved_bytes(job, engine),
             "loss": sum(value.item() for value in losses),
-            "around_replay_us": _around_replay_us(training),
+            "around_replay_us": _around_replay_us(training, layers),
         }
         training.close()
     return found
 
 
-def _around_replay_us(training: _Training) -> float:
+def _around_replay_us(training: _Training, layers: Sequence[CapturedLayers]) -> float:
     """Return the host's time around the replay of one graph of a layer, on average over a step; 0 without any."""
-    from unittest import mock
-
-    from offload_engine.captured_layers import CapturedLayers
-
     seconds: list[float] = []
 
-    def timed(call: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
+    def timed(call: Callable[[int], None]) -> Callable[[int], None]:
+        def run(number: int) -> None:
             begin = time.perf_counter()
-            call(*args)
+            call(number)
             seconds.append(time.perf_counter() - begin)
 
         return run
 
-    calls: dict[str, Any] = {name: timed(getattr(CapturedLayers, name)) for name in ("before", "after")}
-    with mock.patch.multiple(CapturedLayers, **calls):
-        training.step()
+    for captured in layers:
+        captured.before, captured.after = timed(captured.before), timed(captured.after)
+    training.step()
     return 2e6 * sum(seconds) / len(seconds) if seconds else 0.0
 
 
 @contextlib.contextmanager
-def _offload(job: Job) -> Iterator[Callable[[], int | None]]:
-    """Put ours on, where it is the contender; yield what tells the bytes on the host, where they are counted."""
+def _offload(job: Job) -> Iterator[Callable[[], OffloadEngine | None]]:
+    """Put ours on, where it is the contender; yield what returns its engine."""
     if job.contender != "ours":
-        yield lambda: None if job.contender == "incumbent" else 0
+        yield lambda: None
         return
     from megatron_patches import apply
     from offload_engine import OffloadConfig
 
     with apply(OffloadConfig(), modules=job.modules) as handle:
+        yield lambda: handle.engine
 
-        def moved() -> int:
-            engine = handle.engine
-            assert engine is not None
-            layers = sum(layers.copied_out_bytes for layers in engine.graphs.layers)
-            return int(engine.stats.copied_out_bytes) + layers * job.shape.nmb
 
-        yield moved
+def _moved_bytes(job: Job, engine: OffloadEngine | None) -> int | None:
+    """Return the bytes on the host, where they are counted."""
+    if engine is None:
+        return None if job.contender == "incumbent" else 0
+    layers = sum(layers.copied_out_bytes for layers in engine.graphs.layers)
+    return int(engine.stats.copied_out_bytes) + layers * job.shape.nmb
 
 
 class _Training:

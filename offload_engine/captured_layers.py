@@ -36,6 +36,9 @@ class CapturedLayers:
 
     Attributes:
         recording: of the captures; its groups are opened by `push` and closed by `pop`.
+        before: as `Replays.before`, for the graphs to call; it raises OffloadError while layers are captured, and once
+            the memory of the graphs is released.
+        after: as `Replays.after`.
         slabs: its host memory.
         steps: what is done around the replay of each graph; none before `complete`, and once it is released.
     """
@@ -53,11 +56,14 @@ class CapturedLayers:
         self.slabs: HostSlabs = slabs
         self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
         self._dropped: set[int] = set()
+        self._is_complete = False
         self._is_released = False
+        # Nothing stands between a graph and what it has to do: a training calls these thousands of times a step.
+        self.before: Callable[[int], None] = _refuse_inside
+        self.after: Callable[[int], None] = _refuse_inside
         self._release = release
         self.recording: Recording = Recording(eligibility, self._slots, self._lend, saves_all, graphs_beside)
         self.steps: tuple[Step, ...] = ()
-        self._replays: Replays | None = None
 
     def __repr__(self) -> str:
         return (
@@ -110,23 +116,6 @@ class CapturedLayers:
         """Note that CUDA has ended a capture."""
         self.recording.finish()
 
-    def before(self, number: int) -> None:
-        """Wait for the copies that a replay needs.
-
-        Raises:
-            OffloadError: as `Replays.before`; while layers are captured; and once the memory of the graphs is released.
-        """
-        if self._replays is None:
-            if self._is_released:
-                raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
-            raise OffloadError("a CUDA graph is replayed inside capture_layers(): leave that context first")
-        self._replays.before(number)
-
-    def after(self, number: int) -> None:
-        """Issue the copies behind a replay."""
-        assert self._replays is not None, "checked before the replay"
-        self._replays.after(number)
-
     def drop(self, number: int) -> None:
         """Note that a graph is gone."""
         self._dropped.add(number)
@@ -138,13 +127,14 @@ class CapturedLayers:
         recording = self.recording
         device = self._context.device.torch_device
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
-        self._replays = Replays(self.steps, self._context)
+        replays = Replays(self.steps, self._context)
+        self.before, self.after = replays.before, replays.after
+        self._is_complete = True
         self._slots.free()
 
     def abandon(self) -> None:
         """Give up captures that were broken off: a replay of their graphs is an error from now on."""
-        self._is_released = True
-        self._replays, self.steps = None, ()
+        self._drop_program()
         self.recording.stop()
         self._slots.close()
         self.slabs.free_all()
@@ -160,15 +150,19 @@ class CapturedLayers:
         """
         if self._is_released:
             return
-        if self._replays is None:
+        if not self._is_complete:
             raise OffloadError("captured layers are released inside capture_layers(): leave that context first")
-        self._is_released = True
-        self._replays, self.steps = None, ()
+        self._drop_program()
         device, context = self._context.device, self._context
         for stream in (context.copy_out_stream, context.copy_in_stream):
             device.synchronize(device.record_event(stream))
         self._slots.close()
         self._release(self)
+
+    def _drop_program(self) -> None:
+        self._is_released = True
+        self.before = self.after = _refuse_released
+        self.steps = ()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return self._context.device.allocate(nbytes, self._context.device.current_stream())
@@ -186,6 +180,14 @@ class CapturedLayers:
             regions.append(HostRegion(slabs.by_index[taken.slab], offset, nbytes))
             offset += slabs.round_up(nbytes)
         return regions
+
+
+def _refuse_inside(number: int) -> None:
+    raise OffloadError("a CUDA graph is replayed inside capture_layers(): leave that context first")
+
+
+def _refuse_released(number: int) -> None:
+    raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
 
 
 def eligibility_of(device: torch.device, min_bytes: int, weights: Iterable[torch.Tensor]) -> Eligibility:
