@@ -150,7 +150,7 @@ class GraphCaptures:
 
         What the forwards save leaves the memory of the graphs. It is copied behind the replay of its graph, beside what
         runs next, and back beside what runs before its backward. The graphs have to be replayed in the order of
-        their captures, over and over; a pass may be broken off.
+        their captures, over and over; a pass may be broken off. No other graph may have their memory pool.
 
         Args:
             weights: parameters and buffers; their storages, and views of them, never move.
