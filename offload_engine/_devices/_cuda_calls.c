@@ -13,7 +13,6 @@ typedef int (*wait_t)(void *stream, void *event, unsigned flags);
 typedef int (*query_t)(void *event);
 typedef int (*copy_t)(void *target, const void *source, size_t nbytes, int kind, void *stream);
 typedef int (*last_error_t)(void);
-typedef int (*launch_t)(void *graph, void *stream);
 
 /* cudaMemcpyAttributes of CUDA 13. */
 typedef struct {
@@ -38,7 +37,6 @@ typedef struct {
     query_t query;
     copy_t copy;
     last_error_t last_error;
-    launch_t launch;
     copy_batch_t copy_batch; /* NULL: the runtime has none, or one with other arguments */
 } Calls;
 
@@ -171,12 +169,11 @@ typedef struct {
 #define ROUTINE_RECORD 0 /* stream, event */
 #define ROUTINE_WAIT 1   /* stream, event */
 #define ROUTINE_COPY 2   /* stream, event, kind, count; then targets, sources and sizes */
-#define ROUTINE_LAUNCH 3 /* stream, graph */
 
 /* Returns how many of `left` numbers the call at `at` has; 0 if it is none. */
 static size_t length_of(const size_t *at, size_t left)
 {
-    if (left >= 3 && (at[0] == ROUTINE_RECORD || at[0] == ROUTINE_WAIT || at[0] == ROUTINE_LAUNCH))
+    if (left >= 3 && (at[0] == ROUTINE_RECORD || at[0] == ROUTINE_WAIT))
         return 3;
     if (left >= 5 && at[0] == ROUTINE_COPY && at[1] != 0 && at[4] > 0 && at[4] <= (left - 5) / 3)
         return 5 + 3 * at[4];
@@ -192,8 +189,6 @@ static int make_call(const Calls *calls, size_t *at, void *compute)
         return calls->record((void *)at[2], stream);
     case ROUTINE_WAIT:
         return calls->wait(stream, (void *)at[2], 0);
-    case ROUTINE_LAUNCH:
-        return calls->launch((void *)at[2], stream);
     default:
         return issue_copies(calls, at + 1, at + 5, at[4]);
     }
@@ -272,14 +267,14 @@ static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
 
 static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"record", "wait", "query", "copy", "last_error", "launch", "copy_batch", NULL};
-    unsigned long long record, wait, query, copy, last_error, launch, copy_batch;
+    static char *names[] = {"record", "wait", "query", "copy", "last_error", "copy_batch", NULL};
+    unsigned long long record, wait, query, copy, last_error, copy_batch;
     Calls *calls = (Calls *)self;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKKKK", names, &record, &wait, &query, &copy, &last_error,
-                                     &launch, &copy_batch))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKKK", names, &record, &wait, &query, &copy, &last_error,
+                                     &copy_batch))
         return -1;
-    if (!record || !wait || !query || !copy || !last_error || !launch) {
-        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of its first six functions, and 0 is none");
+    if (!record || !wait || !query || !copy || !last_error) {
+        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of its first five functions, and 0 is none");
         return -1;
     }
     calls->record = (record_t)(uintptr_t)record;
@@ -287,7 +282,6 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
     calls->query = (query_t)(uintptr_t)query;
     calls->copy = (copy_t)(uintptr_t)copy;
     calls->last_error = (last_error_t)(uintptr_t)last_error;
-    calls->launch = (launch_t)(uintptr_t)launch;
     calls->copy_batch = (copy_batch_t)(uintptr_t)copy_batch;
     return 0;
 }

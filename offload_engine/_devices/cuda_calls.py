@@ -29,12 +29,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaStreamWaitEvent": (HANDLE, HANDLE, ctypes.c_uint),
     "cudaHostGetDevicePointer": (ctypes.POINTER(HANDLE), HANDLE, ctypes.c_uint),
     "cudaMemcpyAsync": (HANDLE, HANDLE, ctypes.c_size_t, ctypes.c_int, HANDLE),
-    "cudaGraphLaunch": (HANDLE, HANDLE),
     "cudaGetLastError": (),
     "cudaRuntimeGetVersion": (ctypes.POINTER(ctypes.c_int),),
 }
 
-RECORD, WAIT, COPY, LAUNCH = 0, 1, 2, 3  # the codes of the calls of a routine
+RECORD, WAIT, COPY = 0, 1, 2  # the codes of the calls of a routine
 
 
 class Routine(Protocol):
@@ -70,8 +69,7 @@ class Calls(Protocol):
         """Return calls that are made at once, in a row.
 
         Each is a code and numbers: RECORD or WAIT, the stream, for which 0 is the one that `Routine.run` gets, and the
-        event; or COPY, the stream, the event behind the copies, the kind, the count, all targets, sources and sizes; or
-        LAUNCH, the stream, and a graph.
+        event; or COPY, the stream, the event behind the copies, the kind, the count, all targets, sources and sizes.
         """
 
     def last_error(self) -> int:
@@ -102,7 +100,6 @@ class CtypesCalls:
         self.record, self.query = library.cudaEventRecord, library.cudaEventQuery
         self.last_error = library.cudaGetLastError
         self._wait, self._copy = library.cudaStreamWaitEvent, library.cudaMemcpyAsync
-        self._launch = library.cudaGraphLaunch
 
     def wait(self, stream: int, event: int, /) -> int:
         code: int = self._wait(stream, event, 0)
@@ -128,8 +125,6 @@ class CtypesCalls:
             return (lambda compute: self.record(event, stream or compute)), rest
         if code == WAIT:
             return (lambda compute: self.wait(stream or compute, event)), rest
-        if code == LAUNCH:
-            return (lambda compute: self._launch(event, stream)), rest
         kind, count, *rest = rest
         copy = self._prepared(stream, event, kind, *(rest[i * count : (i + 1) * count] for i in range(3)))
         return (lambda compute: copy()), rest[3 * count :]
@@ -173,12 +168,12 @@ def make_calls(library: Any) -> Calls:
     except ImportError:  # installed as pure Python
         return CtypesCalls(library)
     functions = [library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery]
-    functions += [library.cudaMemcpyAsync, library.cudaGetLastError, library.cudaGraphLaunch]
+    functions += [library.cudaMemcpyAsync, library.cudaGetLastError]
     if has_batch_copy(library):
         functions.append(library.cudaMemcpyBatchAsync)
     addresses = [ctypes.cast(function, HANDLE).value or 0 for function in functions]
-    record, wait, query, copy, last_error, launch, copy_batch = (*addresses, 0)[:7]
-    return NativeCalls(record, wait, query, copy, last_error, launch, copy_batch)
+    record, wait, query, copy, last_error, copy_batch = (*addresses, 0)[:6]
+    return NativeCalls(record, wait, query, copy, last_error, copy_batch)
 
 
 def has_batch_copy(library: Any) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from offload_engine._devices.cuda_calls import COPY, LAUNCH, RECORD, WAIT
-from offload_engine._devices.cuda_copy_graph import CopyGraph
+from offload_engine._devices.cuda_calls import COPY, RECORD, WAIT
 from offload_engine._devices.cuda_runtime import (
     DEVICE_TO_HOST,
     HOST_TO_DEVICE,
@@ -24,31 +23,24 @@ class CudaRoutine:
     """Implements `Routine` on the device of a runtime.
 
     An event is one of CUDA's, recorded anew in each run: CUDA's wait is for the last record that was issued before it.
-    Copies are a graph, where the runtime can make one, and the waits right before them on their stream are in it.
     """
 
     def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
         self._runtime = runtime
         self._device = device
         self._numbers: list[int] = []
-        self._num_waits = 0  # at the end of the numbers, on one stream
-        self._graphs: list[CopyGraph] = []
         self._events: list[CudaEvent] = []  # whose handles are among the numbers
         self._run: Any = None  # once it has run
 
     def record_event(self, stream: int) -> CudaEvent:
         """As `Routine.record_event`."""
         event = self._new_event()
-        self._num_waits = 0
         self._numbers += (RECORD, stream, event.handle)
         return event
 
     def wait_event(self, stream: int, event: CudaEvent) -> None:
         """As `Routine.wait_event`."""
         self._events.append(event)
-        if self._num_waits and self._numbers[-2] != stream:
-            self._num_waits = 0
-        self._num_waits += 1
         self._numbers += (WAIT, stream, event.handle)
 
     def copy_out(self, stream: int, copies: list[tuple[torch.Tensor, HostRegion]]) -> CudaEvent:
@@ -73,27 +65,9 @@ class CudaRoutine:
 
     def _copy(self, stream: int, kind: int, addresses: list[int]) -> CudaEvent:
         event = self._new_event()
-        if self._runtime.has_copy_graphs:
-            waits = self._take_waits(stream)
-            graph = CopyGraph(
-                self._runtime.library, self._device, self._runtime.check, kind, addresses, waits, event.handle
-            )
-            self._graphs.append(graph)
-            self._numbers += (LAUNCH, stream, graph.handle)
-        else:
-            self._numbers += (COPY, stream, event.handle, kind, len(addresses) // 3)
-            self._numbers += addresses[0::3] + addresses[1::3] + addresses[2::3]
-        self._num_waits = 0
+        self._numbers += (COPY, stream, event.handle, kind, len(addresses) // 3)
+        self._numbers += addresses[0::3] + addresses[1::3] + addresses[2::3]
         return event
-
-    def _take_waits(self, stream: int) -> list[int]:
-        """Take the last calls out, if they are waits on that stream; return the handles of their events."""
-        num_numbers = 3 * self._num_waits
-        if not num_numbers or self._numbers[-2] != stream:
-            return []
-        taken = self._numbers[-num_numbers:]
-        del self._numbers[-num_numbers:]
-        return taken[2::3]
 
     def _new_event(self) -> CudaEvent:
         event = self._runtime.unrecorded()

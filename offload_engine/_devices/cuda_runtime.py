@@ -16,7 +16,6 @@ import torch
 from offload_engine._compat import torch_private
 from offload_engine._devices.base import CopyError
 from offload_engine._devices.cuda_calls import HANDLE, declare, load_runtime, make_calls
-from offload_engine._devices.cuda_copy_graph import has_copy_graphs
 from offload_engine._devices.regions import HostRegion, TensorSpec, check_copy_within, new_buffer
 
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
@@ -54,9 +53,7 @@ class CudaRuntime:
         library: the CUDA runtime; None: the one that torch has loaded.
 
     Attributes:
-        library: the CUDA runtime.
         calls: of the library.
-        has_copy_graphs: it can make copies a graph.
 
     Raises:
         CopyError: from every call that CUDA refuses, with its name for the reason.
@@ -65,11 +62,9 @@ class CudaRuntime:
     def __init__(self, device: torch.device, library: ctypes.CDLL | None = None) -> None:
         self._device = device
         self._index: int = device.index
-        self.library: Any = library or load_runtime()
-        self._library = self.library
+        self._library: Any = library or load_runtime()
         declare(self._library)
         self.calls: Any = make_calls(self._library)
-        self.has_copy_graphs: bool = has_copy_graphs(self._library)
         calls = self.calls
         # Bound once, because each group makes many of them.
         self._record, self._wait, self._wait_stream, self._query = (

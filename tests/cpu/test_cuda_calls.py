@@ -39,7 +39,6 @@ pytestmark = pytest.mark.skipif(
 FAKE = """
 #include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
 uint64_t noted[6], copies[300], recorded[2], calls[8];
 int result = 0, version = 13000, num_calls = 0, num_streams = 0;
 int last_flags = -1, num_events = 0, pending = 0, num_synchronized = 0, num_destroyed = 0;
@@ -96,51 +95,6 @@ int cudaHostGetDevicePointer(void **found, void *host, unsigned flags)
 }
 int cudaGetLastError(void) { return note(5, 0, 0, 0, 0, 0); }
 int cudaRuntimeGetVersion(int *found) { *found = version; return 0; }
-/* A graph is its nodes in a row. A launch makes their calls. */
-typedef struct { int kind, count; uint64_t nodes[16][4]; } graph_t;
-graph_t graph;
-int num_executables = 0;
-static int add(void **node, void **last, size_t count, int kind, uint64_t a, uint64_t b, uint64_t c)
-{
-    uint64_t values[4] = {(uint64_t)kind, a, b, c};
-    if (count != (graph.count > 0) || (count && (uint64_t)*last != (uint64_t)graph.count)) return 1;
-    for (int i = 0; i < 4; i++) graph.nodes[graph.count][i] = values[i];
-    *node = (void *)(uint64_t)++graph.count;
-    return result;
-}
-int cudaGraphCreate(void **made, unsigned flags) { graph.count = 0; *made = &graph; return result; }
-int cudaGraphAddMemcpyNode1D(void **node, void *of, void **last, size_t count, void *to, void *from, size_t n, int kind)
-{
-    graph.kind = kind;
-    return add(node, last, count, 4, (uint64_t)to, (uint64_t)from, n);
-}
-int cudaGraphAddEventWaitNode(void **node, void *of, void **last, size_t count, void *event)
-{
-    return add(node, last, count, 2, (uint64_t)event, 0, 0);
-}
-int cudaGraphAddEventRecordNode(void **node, void *of, void **last, size_t count, void *event)
-{
-    return add(node, last, count, 1, (uint64_t)event, 0, 0);
-}
-int cudaGraphInstantiate(void **made, graph_t *of, unsigned long long flags)
-{
-    graph_t *copy = malloc(sizeof *copy);
-    *copy = *of, *made = copy, num_executables += result == 0;
-    return result + (int)flags;
-}
-int cudaGraphDestroy(void *made) { return 0; }
-int cudaGraphExecDestroy(void *made) { free(made); num_executables--; return 0; }
-int cudaGraphLaunch(graph_t *made, void *stream)
-{
-    int code = 0;
-    for (int i = 0; i < made->count && code == 0; i++) {
-        uint64_t *node = made->nodes[i];
-        if (node[0] == 1) code = cudaEventRecord((void *)node[1], stream);
-        else if (node[0] == 2) code = cudaStreamWaitEvent(stream, (void *)node[1], 0);
-        else code = cudaMemcpyAsync((void *)node[1], (void *)node[2], node[3], made->kind, stream);
-    }
-    return code;
-}
 #ifndef WITHOUT_BATCH
 int cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes, size_t count,
                          const int *attributes, const size_t *first, size_t num_attributes, void *stream)
@@ -179,7 +133,7 @@ CALLS = [
     ),
 ]
 RECORD, WAIT, COPY, BATCH = 1, 2, 4, 6
-SYMBOLS = "EventRecord StreamWaitEvent EventQuery MemcpyAsync GetLastError GraphLaunch MemcpyBatchAsync".split()
+SYMBOLS = "EventRecord StreamWaitEvent EventQuery MemcpyAsync GetLastError MemcpyBatchAsync".split()
 
 
 @pytest.fixture(scope="module")
@@ -360,8 +314,7 @@ def test_numbers_that_are_no_routine_are_refused(extension: Any, runtime: ctypes
     copy, huge = cuda_calls.COPY, 1 << 63
     for wrong in (
         [cuda_calls.RECORD, STREAM],
-        [4, STREAM, EVENT],
-        [cuda_calls.LAUNCH, STREAM],
+        [3, STREAM, EVENT],
         [cuda_calls.WAIT, STREAM, EVENT, 0],
         [copy, STREAM, EVENT, KIND],
         [copy, STREAM, EVENT, KIND, 0],
@@ -405,8 +358,8 @@ def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> No
     for count in (1, 100):
         with pytest.raises(TypeError):
             native.copy_all(STREAM, EVENT, KIND, [*(3 * count - 1) * [1], "size"])
-    with pytest.raises(ValueError, match="six functions"):
-        extension.Calls(1, 2, 3, 4, 0, 6, 7)
+    with pytest.raises(ValueError, match="five functions"):
+        extension.Calls(1, 2, 3, 4, 0, 6)
 
 
 @pytest.mark.parametrize("how", ["ctypes", "extension module"])
@@ -508,74 +461,29 @@ def test_several_copies_and_their_event_are_two_calls(cuda: CudaRuntime, runtime
         assert order_of_calls(runtime) == [BATCH, RECORD, BATCH, RECORD]
 
 
-class graph_t(ctypes.Structure):  # noqa: N801
-    _fields_ = [("kind", ctypes.c_int), ("count", ctypes.c_int), ("nodes", ctypes.c_uint64 * 4 * 16)]
-
-
 @pytest.fixture
 def routine(cuda: CudaRuntime) -> CudaRoutine:
     return CudaRoutine(cuda, torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("has_graphs", [True, False])
 def test_a_routine_records_the_same_events_each_time(
-    has_graphs: bool, cuda: CudaRuntime, routine: CudaRoutine, runtime: ctypes.CDLL
+    cuda: CudaRuntime, routine: CudaRoutine, runtime: ctypes.CDLL
 ) -> None:
-    cuda.has_copy_graphs = has_graphs
     copies = three_copies()
     ran = routine.record_event(COMPUTE)
     routine.wait_event(STREAM, ran)
     copied_out = routine.copy_out(STREAM, copies)
     copied_in = routine.copy_in(STREAM, backwards(copies[:1]))
-    of_copies = [COPY] * 3 if has_graphs else [BATCH]
     with having(runtime, "num_calls", 0):
         for _ in range(2):
             number(runtime, "num_calls").value = 0
             routine.run(LEADER)
-            assert number(runtime, "num_calls").value == 5 + len(of_copies)
-            assert order_of_calls(runtime) == [RECORD, WAIT, *of_copies, RECORD, COPY, RECORD]
+            assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, COPY, RECORD]
             assert last_record(runtime) == (copied_in.handle, STREAM)
             tensor, region = copies[0]
             assert last_call(runtime) == (COPY, tensor.data_ptr(), HOST + region.offset, 1, 1, STREAM)
-            if not has_graphs:
-                assert last_batch(runtime, 3) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
+            assert last_batch(runtime, 3) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
     assert len({ran.handle, copied_out.handle, copied_in.handle}) == 3
-    assert number(runtime, "num_executables").value == 2 * has_graphs
-
-
-def test_waits_for_copies_are_in_their_graph_and_others_are_not(
-    cuda: CudaRuntime, routine: CudaRoutine, runtime: ctypes.CDLL
-) -> None:
-    one, two = (cuda.record(LEADER) for _ in range(2))
-    launch, wait = cuda_calls.LAUNCH, cuda_calls.WAIT
-    for stream, event in ((LEADER, one), (STREAM, one), (STREAM, two)):
-        routine.wait_event(stream, event)
-    routine.copy_out(STREAM, three_copies())
-    routine.wait_event(STREAM, two)
-    routine.copy_out(LEADER, three_copies())
-    routine.wait_event(STREAM, two)
-    routine.record_event(STREAM)
-    routine.copy_out(STREAM, three_copies())
-    numbers = routine._numbers
-    calls = list(zip(numbers[0::3], numbers[1::3], strict=True))
-    first = [(wait, LEADER), (launch, STREAM), (wait, STREAM), (launch, LEADER)]
-    assert calls == [*first, (wait, STREAM), (cuda_calls.RECORD, STREAM), (launch, STREAM)]
-    nodes = [graph_t.from_address(graph.handle) for graph in routine._graphs]
-    assert [[node[0] for node in graph.nodes[: graph.count]] for graph in nodes] == [
-        [WAIT, WAIT, COPY, COPY, COPY, RECORD],
-        [COPY, COPY, COPY, RECORD],
-        [COPY, COPY, COPY, RECORD],
-    ]
-    assert [node[1] for node in nodes[0].nodes[:2]] == [one.handle, two.handle]
-
-
-@pytest.mark.parametrize("result", [1, 2])
-def test_a_graph_of_copies_that_cannot_be_made_is_a_copy_error(
-    result: int, routine: CudaRoutine, runtime: ctypes.CDLL, reasons: None
-) -> None:
-    with having(runtime, "result", result), pytest.raises(CopyError, match=f"CUDA error {result}"):
-        routine.copy_out(STREAM, three_copies())
-    assert number(runtime, "num_executables").value == 0
 
 
 def test_another_routine_keeps_the_event_that_it_waits_for(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
