@@ -46,9 +46,13 @@ _COLUMNS: dict[str, Column] = {
     "reserved MiB": ("reserved_bytes", "MiB"),
     "allocated MiB": ("allocated_bytes", "MiB"),
     "on host MiB": ("moved_bytes", "MiB"),
-    "around a replay us": ("around_replay_us", ".1f"),
+    "around a replay us": lambda record: _mean_and_median(record.get("around_replays_us")),
     "loss": ("loss", ".6f"),
 }
+
+
+def _mean_and_median(values: list[float] | None) -> str:
+    return f"{statistics.mean(values):.1f}, median {statistics.median(values):.1f}" if values else ""
 
 
 class Job(NamedTuple):
@@ -123,14 +127,14 @@ def _measure(job: Job) -> dict[str, Any]:
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "moved_bytes": _moved_bytes(job, engine),
             "loss": sum(value.item() for value in losses),
-            "around_replay_us": _around_replay_us(training, layers),
+            "around_replays_us": _around_replays_us(training, layers),
         }
         training.close()
     return found
 
 
-def _around_replay_us(training: _Training, layers: Sequence[CapturedLayers]) -> float:
-    """Return the host's time around the replay of one graph of a layer, on average over a step; 0 without any."""
+def _around_replays_us(training: _Training, layers: Sequence[CapturedLayers]) -> list[float]:
+    """Return the host's time around the replay of each graph in a step, in front of it and behind it together."""
     seconds: list[float] = []
 
     def timed(call: Callable[[int], None]) -> Callable[[int], None]:
@@ -144,7 +148,7 @@ def _around_replay_us(training: _Training, layers: Sequence[CapturedLayers]) -> 
     for captured in layers:
         captured.before, captured.after = timed(captured.before), timed(captured.after)
     training.step()
-    return 2e6 * sum(seconds) / len(seconds) if seconds else 0.0
+    return [1e6 * (before + after) for before, after in zip(seconds[0::2], seconds[1::2], strict=True)]
 
 
 @contextlib.contextmanager
