@@ -39,7 +39,7 @@ IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 
 def compiled_sources() -> list[Path]:
-    """The files that become machine code.
+    """Return the files that become machine code.
 
     Raises:
         SystemExit: if there are more or fewer than `NUM_COMPILED`.
@@ -53,7 +53,7 @@ def compiled_sources() -> list[Path]:
 
 
 def compiled_modules() -> list[Extension]:
-    """The core from its own Python source, and what is in C. All else, torch too, is opaque to both."""
+    """Return the core, made from its Python source, and the modules in C; torch and all else is opaque to both."""
     try:
         from mypyc.build import mypycify
     except ImportError as error:
@@ -83,7 +83,7 @@ class BuildCompiled(build_ext):
 
 
 def is_compiling() -> bool:
-    """True in the commands that build: those that only describe the package have no compiler at hand yet."""
+    """Return whether to compile: only in commands that build, as others need not have a compiler."""
     asked = os.environ.get(COMPILE, "0")
     if asked not in ("0", "1"):
         raise SystemExit(f"{COMPILE} must be 0 or 1, got {asked!r}")

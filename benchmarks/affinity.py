@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.flags import add_flags, new_parser
+from benchmarks.flags import add_flags, new_parser, output_file
 from benchmarks.gpu.machine import measure_link, measure_pinning, measure_reads
 from benchmarks.gpu.model import Ranks
+from benchmarks.records import Records, provenance
 from benchmarks.tables import Column, show, table
 from offload_engine._devices.affinity import bind_to_gpu
 
@@ -31,7 +32,11 @@ _TIMES = ("launch_us", "cpu_idle_ms", "engine_idle_ms", "engine_busy_ms")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser("affinity", __doc__)
-    add_flags(parser, ("--markdown", bool, False, "print the table for a document"))
+    add_flags(
+        parser,
+        ("--markdown", bool, False, "print the table for a document"),
+        ("--json", output_file, None, "append the table to this file, a line for each set of CPUs"),
+    )
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
@@ -42,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         worst = {name: min(found[name] for found in figures) for name in _RATES}
         rows.append({"CPUs": place, **worst, **{name: max(found[name] for found in figures) for name in _TIMES}})
     if ranks.rank == 0:
+        records = Records(args.json)
+        records.write([{"kind": "run", **provenance(["torch"]), "device": torch.cuda.get_device_name()}])
+        records.write({"kind": "affinity", **row} for row in rows)
         title = f"{torch.cuda.get_device_name()}, {ranks.world_size} ranks, the worst of each"
         columns: dict[str, Column] = {"CPUs": "CPUs", **{name: (name, ".3g") for name in (*_RATES, *_TIMES)}}
         show(table(title, columns, rows, args.markdown))

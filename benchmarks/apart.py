@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -27,30 +29,61 @@ class Ended(NamedTuple):
 
 
 def run_apart(work: Callable[..., Any], *arguments: Any, seconds: float, host_bytes: int) -> Ended:
-    """Call a function in a new process and return its value; an error, or a bound that it exceeds, is a failure.
+    """Call a function in a new process, as `Apart` does, and wait for its end."""
+    with Apart(work, *arguments) as process:
+        return process.run(seconds=seconds, host_bytes=host_bytes)
+
+
+class Apart:
+    """A process that calls one function and returns its value; an error, or a bound that it exceeds, is a failure.
+
+    It starts, and imports, at once. A context manager that ends it.
 
     Args:
         work: found by its name in its module; so are the classes of what it is given and returns.
         arguments: of the function.
-        seconds: how long it may take, its start not included.
-        host_bytes: how much of the host's memory the process may have resident.
+        imports: modules that it imports before it waits to be run.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
-    connection, other_end = context.Pipe()
-    process = context.Process(target=_work, args=(other_end, work, arguments), daemon=True)
-    process.start()
-    other_end.close()
-    connection.recv()  # it is there, and waits
-    running = psutil.Process(process.pid)
-    connection.send(None)
-    begin = time.monotonic()
-    try:
-        return _await(connection, running, begin, seconds, host_bytes)
-    finally:
-        process.kill()
-        process.join()
-        connection.close()
+
+    def __init__(self, work: Callable[..., Any], *arguments: Any, imports: Sequence[str] = ()) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED_ONCE)
+        self._connection, other_end = context.Pipe()
+        self._process = context.Process(target=_work, args=(other_end, work, arguments, imports), daemon=True)
+        self._process.start()
+        other_end.close()
+        self._has_started = False
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    def await_start(self) -> None:
+        """Wait until it has imported what it was told to. Idempotent."""
+        if not self._has_started:
+            self._connection.recv()
+            self._has_started = True
+
+    def run(self, *, seconds: float, host_bytes: int) -> Ended:
+        """Have it call the function, once, and wait for the end.
+
+        Args:
+            seconds: how long it may take, its start not included.
+            host_bytes: how much of the host's memory the process may have resident.
+        """
+        self.await_start()
+        assert self._process.pid is not None
+        running = psutil.Process(self._process.pid)
+        self._connection.send(None)
+        return _await(self._connection, running, time.monotonic(), seconds, host_bytes)
+
+    def end(self) -> None:
+        """End the process. Idempotent."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
 
 
 def _await(connection: Connection, process: psutil.Process, begin: float, seconds: float, host_bytes: int) -> Ended:
@@ -69,7 +102,10 @@ def _await(connection: Connection, process: psutil.Process, begin: float, second
     return Ended(value, failure, time.monotonic() - begin)
 
 
-def _work(connection: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _work(connection: Connection, work: Callable[..., Any], arguments: tuple[Any, ...], imports: Sequence[str]) -> None:
+    for name in imports:
+        with suppress(ImportError):  # the work says what it lacks
+            importlib.import_module(name)
     connection.send(None)
     connection.recv()
     try:

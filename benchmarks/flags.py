@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of the benchmarks, parsed before torch is imported, or without it, so that mistakes are cheap.
-
-`offload_engine.sizes` is loaded from its file, because the package around it imports torch.
-"""
+"""Flags of the benchmarks, parsed before torch is imported, or without it, so that mistakes are cheap."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_SOURCE = Path(__file__).resolve().parents[1] / "offload_engine" / "sizes.py"
 _METAVARS = {int: "N", float: "X"}
 
 
@@ -50,16 +45,6 @@ def add_engine_flag(parser: argparse.ArgumentParser) -> None:
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what --engine says."""
     return dict(assignment(text) for text in args.engine)
-
-
-def bytes_flag(unit: str = "B") -> Callable[[str], int]:
-    """Return `offload_engine.sizes.bytes_flag(unit)`."""
-    spec = importlib.util.spec_from_file_location("sizes", _SOURCE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    flag: Callable[[str], int] = module.bytes_flag(unit)
-    return flag
 
 
 def output_file(text: str) -> Path:

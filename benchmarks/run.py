@@ -6,7 +6,7 @@ cpu              what an engine costs and saves on a machine without a GPU
 gpu              beside no offload, megatron-core's own and recomputation, on GPUs; torchrun starts several ranks
 frontends        `enable_activation_offloading` and the others beside PyTorch's and other packages' offload
 budget_curve     budgets from the floor to no offload, beside settings made by hand
-captured         steps of which megatron-core captures CUDA graphs, beside its own offload
+recipes          steps as recipes set them up: captured, sharded, recomputing; beside megatron-core's own offload
 affinity         copies, launches and reads on CPUs near the GPU and far from it
 trace_waits      reads traces that `gpu --profile` wrote: where the host waited
 """
@@ -17,7 +17,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("cpu", "gpu", "frontends", "budget_curve", "captured", "affinity", "trace_waits")
+NAMES = ("cpu", "gpu", "frontends", "budget_curve", "recipes", "affinity", "trace_waits")
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation offload for megatron-core: patches applied by an explicit call, and removable.
+"""Adds activation offload to megatron-core by patches that can be removed.
 
 Call `apply()`; nothing is patched at import.
 """

@@ -34,7 +34,7 @@ TABLE_COLUMNS = 120  # the paths of submodules need this width
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the flags in front of the script, apply the patches and run the script as `__main__`."""
+    """Parse the flags before the script, apply the patches and run the script as `__main__`."""
     typed = sys.argv[1:] if argv is None else argv
     own, script = split_flags(typed)
     parser = _make_parser()
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"there is no script {script[0]!r}")
     if not args.plan and (given := hardware_flags_in(args)):
         parser.error(f"{', '.join(given)} without --plan changes nothing: give both, or neither")
-    # As `python script.py ARGS` would, and before megatron-core is imported: beside the script may be another one.
+    # As `python script.py ARGS` would, and before megatron-core is imported: the script's folder may have its own.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     if args.plan:
         _plan(parser, args, script)
@@ -115,7 +115,7 @@ def _make_parser() -> argparse.ArgumentParser:
         const="show",
         choices=("show", "accept"),
         help="Print which patches the installed megatron-core, or the checkout in this directory, would break, and "
-        "exit with 1 if there is one. 'accept' notes its code as one that the patches were read against.",
+        "exit with 1 if there is one. 'accept' notes its code as one against which the patches were reviewed.",
     )
     parser.add_argument(
         "--plan",
@@ -127,7 +127,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _check(how: str) -> int:
-    """Check all rows against the megatron-core that is installed; return the exit status."""
+    """Check all rows against the installed megatron-core; return the exit status."""
     try:
         version = installed_version()
     except RuntimeError as error:
@@ -150,7 +150,7 @@ def _check(how: str) -> int:
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Sequence[str]) -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    _log_to_stderr(logging.getLogger(TakeOver.__module__))  # of a run's other messages the tables have the contents
+    _log_to_stderr(logging.getLogger(TakeOver.__module__))  # the tables say what its other messages would
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, of kernels that a GPU would have
         from megatron_patches._rehearsal.command import show_plan  # imports megatron-core, which takes seconds
@@ -172,7 +172,7 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[H
 
 
 def _remove(handle: Handle, cpu_support: Applied, has_failed: bool) -> None:
-    """End offload after the script; that writes the last plans and tables. No error here replaces the script's."""
+    """End offload after the script, which writes the last plans and tables. No error here replaces the script's."""
     try:
         cpu_support.remove()  # first: its rows lie on those of the handle
         handle.remove()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings as fields of TransformerConfig and as command-line flags, resolved for one model.
+"""Adds the settings as fields of TransformerConfig and as command-line flags, and resolves them for one model.
 
 megatron.training makes a flag of every field of TransformerConfig and copies every flag into the configuration that it
 builds. So the new fields are enough to give a stock script the new flags.
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
     """Whether rank 0 logs the tables of the second step."""
 
     gpu_budget: Size | None = None
-    """What the process may hold on its GPU. `modules` may then be empty: all that the model has."""
+    """What the process may hold on its GPU. If `modules` is empty, all that the model has is offloaded."""
 
     plan: str | None = None
     """File of the plan to begin with, and to write, if there is a budget for the GPU."""
@@ -61,12 +61,12 @@ class Settings(NamedTuple):
     """Pipeline rank r keeps r times this many saved bytes on the device."""
 
     is_taken_over: bool = False
-    """The names come from megatron-core's own setting, which allows names with nothing to move. As a default: every
+    """The names come from megatron-core's own setting, which allows names with nothing to move. As a default, every
     model is expected to have such a setting."""
 
     @property
     def is_on(self) -> bool:
-        """Return whether models whose configuration sets nothing offload."""
+        """Return whether models offload if their configuration sets nothing."""
         return bool(self.modules) or self.gpu_budget is not None or self.num_layers is not None
 
 
@@ -160,7 +160,7 @@ def config_rows(take_over: TakeOver | None = None, *, is_on_by_default: bool = F
 
     Args:
         take_over: translates megatron-core's own settings.
-        is_on_by_default: models offload whose configuration does not ask for it, so its other fields have a meaning.
+        is_on_by_default: models offload even if their configuration does not ask for it, so other fields take effect.
     """
     base = f"{_CONFIGS}:TransformerConfig"
     rows = [_class_default(base, setting) for setting in SETTINGS]
@@ -218,7 +218,7 @@ def check_fields(config: Any, is_on_by_default: bool = False) -> None:
     """Check the offload fields of a configuration against each other and against megatron-core's own.
 
     Args:
-        config: of a model.
+        config: configuration of a model.
         is_on_by_default: the model offloads even if it has neither `offload_activation` nor a budget.
 
     Raises:
@@ -256,7 +256,7 @@ def _check_nothing_is_set(config: Any) -> None:
         if value and value != defaults.get(name):
             raise ValueError(
                 f"{name}={value} without offload_activation=True moves nothing: set offload_activation "
-                f"(--offload-activation), or leave {name} out"
+                f"(--offload-activation), or omit {name}"
             )
 
 
@@ -296,8 +296,8 @@ def _check_num_layers(config: Any) -> None:
 def _check_layers_save(config: Any, num_layers: int | None) -> None:
     if num_layers is not None and getattr(config, "recompute_granularity", None) == "full":
         raise ValueError(
-            f"offload_num_layers={num_layers} selects layers, and with recompute_granularity='full' what is saved is "
-            "of no layer: leave one of the two out"
+            f"offload_num_layers={num_layers} selects layers, and with recompute_granularity='full' saved tensors "
+            "belong to no layer: omit one of the two"
         )
 
 
@@ -314,13 +314,13 @@ def _check_bounds(config: Any) -> None:
         if config.offload_gpu_budget is None and getattr(config, name, None) is not None:
             raise ValueError(
                 f"{name}={getattr(config, name)} is about what a budget decides: give --offload-gpu-budget as well, or "
-                f"leave --{name.replace('_', '-')} out"
+                f"omit --{name.replace('_', '-')}"
             )
     if config.offload_resident_bytes is None:
         return
     for other in ("offload_horizon_bytes", "offload_max_inflight_bytes"):
         if getattr(config, other) is not None:
-            raise ValueError(f"offload_resident_bytes bounds what {other} does, and more: set only one of the two")
+            raise ValueError(f"offload_resident_bytes replaces {other}: set only one of the two")
 
 
 def _check_is_alone(config: Any) -> None:
@@ -329,8 +329,8 @@ def _check_is_alone(config: Any) -> None:
         if getattr(config, other, None) not in (None, False):
             raise ValueError(
                 f"offload_gpu_budget={config.offload_gpu_budget} decides what stays on the device, and so does "
-                f"{other}={getattr(config, other)}: leave one of --offload-gpu-budget and "
-                f"--{other.replace('_', '-')} out"
+                f"{other}={getattr(config, other)}: omit one of --offload-gpu-budget and "
+                f"--{other.replace('_', '-')}"
             )
 
 
@@ -350,7 +350,7 @@ def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
     if inside and getattr(config, "moe_paged_stash", False):
         raise ValueError(
             f"offload_modules has {', '.join(map(repr, inside))}, but megatron-core's own moe_paged_stash=True keeps "
-            "what the experts save: switch that off, or drop the names"
+            "what the experts save: switch that off, or omit the names"
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Captures`: CUDA graphs that megatron-core makes of steps and layers of the models that train."""
+"""`Captures`: announces CUDA graphs that megatron-core captures of steps and layers of the models in training."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Captures:
         attachment = attached.attachment
         engine = attachment.engine
         if engine.graphs.layers:
-            gc.collect()  # TransformerEngine before 2.10 resets no graph: cycles keep those that were dropped
-            engine.graphs.release_dropped()
+            gc.collect()  # TransformerEngine before 2.10 resets no graph: cycles keep dropped ones alive
+            engine.graphs.release_freed()
         self._set_running(attachment)  # for what selective recomputation keeps
         try:
             with engine.graphs.capture_layers(
@@ -68,6 +68,6 @@ class Captures:
         logger.info("%s", captured)
 
     def release(self, chunk: torch.nn.Module) -> None:
-        """Return the host memory of captures of that model whose graphs are gone."""
+        """Release captures of that model whose graphs have been reset or freed."""
         if (attached := self._attached.get(chunk)) is not None:
             release_captured(attached.attachment.engine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_patches --check`: which rows of the table the installed megatron-core would break."""
+"""`python -m megatron_patches --check`: finds rows of the table that the installed megatron-core would break."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KNOWN_TARGETS: Final = Path(__file__).with_name("known_targets.json")
 
 
 class State(Enum):
-    """What the installed megatron-core does to a row; the value is what people read."""
+    """What the installed megatron-core does to a row; the value is shown to users."""
 
     HOLDS = "holds"
     NOT_NEEDED = "not for this version"
@@ -34,7 +34,7 @@ class State(Enum):
 
     @property
     def breaks(self) -> bool:
-        """Return whether the row cannot be used, or not before it was read."""
+        """Return whether the row cannot be used, or only after a review."""
         return self in (State.OTHER_ARGUMENTS, State.MISSING, State.EXISTS)
 
 
@@ -68,7 +68,7 @@ def check_rows(rows: Iterable[Patch], version: str, known: Known) -> list[Findin
 
     Args:
         rows: of the table.
-        version: of the megatron-core that is installed, which need not be supported.
+        version: version of the installed megatron-core, which need not be supported.
         known: see `read_known`.
     """
     return [_check(row, version, known.get(row.target, {})) for row in rows]
@@ -99,7 +99,7 @@ def _compare(row: Patch, code: Code, known: Sequence[Code]) -> Finding:
 
 
 def code_of(target: Any) -> Code:
-    """Return what identifies the code of a function; of data, and of code that is generated, nothing does."""
+    """Return what identifies the code of a function; empty for data and generated code."""
     function = inspect.unwrap(target)
     try:
         return Code(_names_of(inspect.signature(function)), _digest(inspect.getsource(function)))
@@ -131,7 +131,7 @@ def _digest(source: str) -> str:
 
 
 def accept(rows: Iterable[Patch], version: str, path: Path = KNOWN_TARGETS) -> None:
-    """Add the code of all targets in the installed version to the known ones: the rows were read against it.
+    """Add the code of all targets in the installed version to the known ones, after a review of the rows against it.
 
     Raises:
         PatchError: if a target is missing, in one line that names it; nothing is added then.
@@ -144,7 +144,7 @@ def accept(rows: Iterable[Patch], version: str, path: Path = KNOWN_TARGETS) -> N
             if finding.state is State.MISSING:
                 raise PatchError(
                     f"--check accept: {row.target} is missing in megatron-core {version} ({finding.detail}), and has "
-                    "no code to note: mend that row, or give it the versions that have the target, and accept then"
+                    "no code to note: fix that row, or give it the versions that have the target, then accept again"
                 )
             owner, name = locate(row, version)
             known.setdefault(row.target, {})[release] = list(code_of(getattr(owner, name)))

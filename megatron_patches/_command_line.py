@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a run with one line that says what to change, once and last on the screen, in the words of the command line."""
+"""Ends a run with one line that says what to change, shown once and last, in the words of the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_patches._flags import SETTINGS
 from megatron_patches._model.modules import MODULES
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_OTHERS_WAIT_S = 5.0  # torchrun ends them long before, because rank 0 of the host has spoken
+_OTHERS_WAIT_S = 5.0  # torchrun ends them long before, because rank 0 of the host has reported
 _NOTE = re.compile(r" \('\w+' stands for '\w+'(; '\w+' stands for '\w+')*\)")
 _OTHERS = ("recompute_modules", "recompute_granularity", "recompute_method")
 _ELSEWHERE = {
@@ -31,11 +31,11 @@ _ELSEWHERE = {
     "--num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
     "--gpu-budget": "--offload-gpu-budget",
 }
-"""Flags that people know from elsewhere, and what they are called here."""
+"""Flags of other tools, and their names here."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose mistakes are one line without the usage, with a hint for flags that it does not have."""
+    """A parser that reports mistakes in one line without the usage, with a hint for unknown flags."""
 
     def error(self, message: str) -> NoReturn:
         """End the run with `message`."""
@@ -61,17 +61,17 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def end_run(program: str, message: str, status: int = 1, words: Sequence[str] | None = None) -> NoReturn:
-    """End this process because of a mistake of the user, with one line that all ranks together say once.
+    """End this process because of a mistake of the user, with one line that all ranks together print once.
 
     Under torchrun the line goes into the report that torchrun prints last. The other ranks of the host stay silent and
-    are ended by torchrun; one that has an error of its own speaks after five seconds.
+    are ended by torchrun; a rank with a different error reports it after five seconds.
 
     Args:
-        program: begins the line.
+        program: start of the line.
         message: names settings as fields of a configuration; the line names them as flags, and modules as they were
             typed.
-        status: of the exit.
-        words: of the command line; None: as in `sys.argv`.
+        status: exit status.
+        words: words of the command line; None: those of `sys.argv`.
 
     Raises:
         SystemExit: always.
@@ -90,7 +90,7 @@ def end_run(program: str, message: str, status: int = 1, words: Sequence[str] | 
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Return a message in the words of a command line: flags for settings, and the names of modules that it has."""
+    """Return a message in the words of a command line: flags for settings, and modules as they were typed."""
     typed = {part for word in words for part in word.split(",")}
     message = _NOTE.sub("", message)
     for row in MODULES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the settings: each is a field of TransformerConfig and a flag."""
+"""Lists the settings: each is a field of TransformerConfig and a flag."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _size = bytes_flag()
 
 
 def _budget(text: str) -> str:
-    """Check a size that may be a share or "auto"; it stays text, because what it is a share of is not known yet."""
+    """Check a size that may be a share or "auto"; it stays text, because the total is not known yet."""
     try:
         return str(parse_size(text))
     except ValueError as error:
@@ -78,15 +78,15 @@ SETTINGS = (
         "offload_engine",
         bool,
         False,
-        "Run megatron-core's own offload settings with this engine: --fine-grained-activation-offloading and what "
-        "belongs to it, or --cpu-offloading-num-layers. The log says what became of each.",
+        "Run megatron-core's own offload settings with this engine: --fine-grained-activation-offloading and its "
+        "flags, or --cpu-offloading-num-layers. The log says how each was translated.",
     ),
     Setting(
         "offload_min_tensor_bytes",
         _TEXT,
         None,
-        f"Storages smaller than this stay on the device{_AS_SIZES}; NAME=SIZE for what one module saves, several with "
-        "commas: 1MiB,moe_act=350MB. Default: 1 MiB.",
+        f"Storages smaller than this stay on the device{_AS_SIZES}; NAME=SIZE for the storages of one name, several "
+        "with commas: 1MiB,moe_act=350MB. Default: 1 MiB.",
         thresholds_flag,
     ),
     Setting(
@@ -117,8 +117,8 @@ SETTINGS = (
         "offload_host_limit_bytes",
         _SIZE,
         None,
-        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of what is free, in equal shares "
-        "for the processes of a node.",
+        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of the free memory, in equal "
+        "shares for the processes of a node.",
         _size,
     ),
     Setting(
@@ -149,7 +149,7 @@ SETTINGS = (
         _SIZE,
         None,
         f"How many bytes of copy-out may be in flight before compute waits{_AS_SIZES}. If the link is the "
-        "bottleneck, more makes steps shorter and the peak higher. Default: twice the largest group, or less.",
+        "bottleneck, a larger one makes steps shorter and the peak higher. Default: twice the largest group, or less.",
         _size,
     ),
     Setting(
@@ -215,7 +215,7 @@ SETTINGS = (
         "offload_report",
         bool,
         True,
-        "Log no table of the second training step, and do not record that step for it.",
+        "Log no table of the second training step, and do not record that step for the table.",
     ),
     Setting(
         "offload_cpu_affinity",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`apply()` and the handle it returns: the patches in force and the engines of the models that train."""
+"""`apply()` patches megatron-core and returns a handle to the patches and the engines of the models in training."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class Handle:
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """Return the engine of the model that trained last; None before the first step and after the model is gone."""
+        """Return the engine of the model that trained last; None before the first step and after the model is freed."""
         return self._runtime.latest_engine
 
     @property
     def stats(self) -> IterationStats | None:
-        """Return the counters of the running or last step; None before the first and after the model is gone."""
+        """Return the counters of the running or last step; None before the first and after the model is freed."""
         return self.engine.stats if self.engine is not None else None
 
     @property
     def mistake(self) -> Exception | None:
-        """Return the last error that refused settings or a model, if there was one: its text says what to change."""
+        """Return the last error that refused settings or a model, if any: its text says what to change."""
         return self._runtime.mistake
 
     def __str__(self) -> str:
-        """Return what the last step of this rank did, as one line: `print(handle)`."""
+        """Return one line about the last step of this rank: `print(handle)`."""
         return "no step yet" if self.engine is None else str(self.engine)
 
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
@@ -62,7 +62,7 @@ class Handle:
         self.engine.record(file)
 
     def report(self) -> str | None:
-        """Return the tables of the last recorded step, else of the last step's counters; None before the first."""
+        """Return the tables of the last recorded step, or else of the last step's counters; None before the first."""
         return self.engine.report() if self.engine is not None else None
 
     def remove(self) -> None:
@@ -102,31 +102,30 @@ def apply(
     `TransformerConfig(offload_activation=True, offload_modules=[...])`. A dataclass derived from TransformerConfig has
     these fields if it is defined after this call; for models with any other configuration pass `modules`. The fields
     may change between two steps, on all ranks of a pipeline alike, and only if all of them offload: a rank that does
-    not would skip the collective checks of the others, which would then wait for ever. Where they switch offload off,
-    hooks, engine and what a budget recomputes go before the next step.
+    not would skip the collective checks of the others, which would then wait for ever. If they switch offload off,
+    hooks, the engine and the recomputation of a budget are removed before the next step.
 
     Args:
-        config: settings of the engines where the model's configuration sets none; its budget and what it says of
-            recomputation are those of `gpu_budget` and `may_recompute`.
+        config: settings of the engines, if the model's configuration sets none; its budget and its `recompute` are
+            those of `gpu_budget` and `may_recompute`.
         modules: names to offload in models whose configuration does not ask for offload; empty: none.
-        meter: where resident bytes are counted; None: each engine has its own.
-        trace: file for the recording of the second step where the model's configuration sets none.
+        meter: counts resident bytes; None: each engine has its own.
+        trace: file for the recording of the second step, if the model's configuration sets none.
         has_report: log the tables of the second step of all ranks, once and on rank 0, unless the model's configuration
-            says no. Every rank that offloads then records that step. No rank waits for another one, except rank 0, and
-            that for seconds only.
+            says no. Every rank that offloads then records that step. Only rank 0 waits for other ranks, for seconds.
 
-        gpu_budget: what each process may hold on its GPU where the model's configuration sets none: a size, a share, or
-            "auto". It offloads all that a model has, unless `modules` or the configuration names some.
-        plan: file of the plan to begin with, and to write, where the model's configuration sets none.
-        plan_plot: file for the picture of that plan where the model's configuration sets none.
-        may_recompute: with a budget, have layers recompute what costs less to compute again than to move, unless the
-            model's configuration says no.
+        gpu_budget: what each process may hold on its GPU, if the model's configuration sets no budget: a size, a share,
+            or "auto". It offloads all that a model has, unless `modules` or the configuration names some.
+        plan: file of the plan to begin with, and to write, if the model's configuration sets none.
+        plan_plot: file for the picture of that plan, if the model's configuration sets none.
+        may_recompute: with a budget, make layers recompute tensors that are cheaper to recompute than to move, unless
+            the model's configuration says no.
         replace_fine_grained: take over megatron-core's own offload in every configuration made from now on that asks
-            for it, as `TransformerConfig(offload_engine=True)` does in one. The log says what became of each setting.
+            for it, as `TransformerConfig(offload_engine=True)` does in one. The log says how each is translated.
 
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
-        PatchError: if the patches are in force already.
+        PatchError: if the patches are already in force.
         ValueError: if a module name is unknown, or the budget is not a size.
     """
     config = config or OffloadConfig()
@@ -147,14 +146,14 @@ def apply(
 
 
 def apply_settings(settings: Settings, meter: ResidencyMeter | None = None) -> Handle:
-    """Patch megatron-core as `apply` does, for settings that are resolved already."""
+    """Patch megatron-core like `apply`, for settings that are already resolved."""
     check_supported()
     runtime, take_over = ModelRuntime(settings, meter), TakeOver(settings.is_taken_over)
     return Handle(runtime, apply_patches(patch_rows(runtime, take_over, is_on_by_default=settings.is_on)))
 
 
 def patch_rows(runtime: Runtime, take_over: TakeOver | None = None, *, is_on_by_default: bool = False) -> list[Patch]:
-    """Return all rows, for the models of `runtime`, and configurations as `config_rows`."""
+    """Return all rows for the models of `runtime`; see `config_rows` for the other arguments."""
     return [
         *config_rows(take_over, is_on_by_default=is_on_by_default),
         *schedule_rows(runtime),

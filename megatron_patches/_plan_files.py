@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlanFiles`: what a budget has decided, in files and in the log."""
+"""`PlanFiles`: writes what a budget has decided to files and to the log."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PlanFiles:
     """Reads and writes the plan of one rank, draws it and, on rank 0, logs it.
 
     Args:
-        plan: file to begin with, if it is there, and to write; among several ranks each has one of its own.
+        plan: file to begin with, if it exists, and to write; with several ranks, each has its own.
         plot: file for the picture of rank 0.
         has_report: log the tables of rank 0.
 
     Raises:
-        ValueError: if a file cannot be written where it is to be, or nothing can draw; names the flag.
+        ValueError: if a file cannot be written there, or matplotlib is missing; names the flag.
     """
 
     def __init__(self, plan: str | None, plot: str | None, has_report: bool) -> None:
@@ -37,13 +37,13 @@ class PlanFiles:
         self._is_over = False
         for flag, file in (("--offload-plan", plan), ("--offload-plan-plot", plot)):
             if file is not None and not Path(file).resolve().parent.is_dir():
-                raise ValueError(f"{flag} {file}: there is no directory {Path(file).resolve().parent}: make it first")
+                raise ValueError(f"{flag} {file}: there is no directory {Path(file).resolve().parent}: create it first")
         if plot is not None and find_spec("matplotlib") is None:
-            raise ValueError(f"--offload-plan-plot {plot} needs matplotlib: install it, or leave the flag out")
+            raise ValueError(f"--offload-plan-plot {plot} needs matplotlib: install it, or omit the flag")
 
     @property
     def source(self) -> str:
-        """Return where the plan comes from, for messages: the flag and the file of this rank."""
+        """Return the source of the plan for messages: the flag and the file of this rank."""
         return f"--offload-plan {self._plan}"
 
     def read(self, may_recompute: bool = True) -> SavedPlan | None:
@@ -63,7 +63,7 @@ class PlanFiles:
         return saved
 
     def begin(self, engine: OffloadEngine, saved: SavedPlan | None) -> None:
-        """Have the engine begin with the plan of the file. Collective, if a file was asked for."""
+        """Begin the engine with the plan of the file. Collective, if a file was given."""
         if self._plan is not None and engine.budget is not None:
             engine.budget.start_with(saved, self.source)
 
@@ -90,12 +90,12 @@ class PlanFiles:
                 save_plan(engine, self._plan)
             if self._plot is not None:
                 plot_budget(engine, self._plot)
-        except OSError as error:  # no reason to end a training run
+        except OSError as error:  # must not end a training run
             logger.warning("the plan was not written: %s", error)
 
 
 def _of_this_rank(file: str) -> str:
-    """Return the file of this rank: its number stands for {rank}, or in front of the suffix."""
+    """Return the file of this rank: its number replaces {rank}, or precedes the suffix."""
     if "{rank}" not in file and _is_one_of_several():
         root, suffix = os.path.splitext(file)
         file = f"{root}_rank{{rank}}{suffix}"

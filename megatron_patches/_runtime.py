@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelRuntime`: one engine for each model that trains, and the running training step."""
+"""`ModelRuntime`: owns one engine for each model in training, and the running training step."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class _Attached:
     """The settings that the attachment was made for."""
 
     closer: weakref.finalize[..., Any]
-    """Closes all that was attached, at the latest when the model is freed, and keeps it alive until then."""
+    """Closes everything attached, at the latest when the model is freed, and keeps it alive until then."""
 
     second_step: SecondStep
     plan_files: PlanFiles
     is_checked: bool = False
-    """The host tier had room in the first step that has not raised."""
+    """The host tier had room in the first step that did not raise."""
 
     @property
     def modules(self) -> Sequence[str]:
@@ -69,7 +69,7 @@ class _Attached:
         return self.settings.modules
 
     def close(self) -> None:
-        """Close it; first release what is captured. Idempotent."""
+        """Release captures, then close the attachment. Idempotent."""
         self.closer()
 
 
@@ -86,14 +86,14 @@ def _close(
 
 
 class _SecondSteps:
-    """Makes one `SecondStep` for each model that is about to train. All ranks train their models in the same order."""
+    """Makes one `SecondStep` for each model about to train. All ranks train their models in the same order."""
 
     def __init__(self, defaults: Settings) -> None:
         self._defaults = defaults
         self._num_models = 0
 
     def make(self, step: Step, settings: Settings | None) -> SecondStep:
-        """Make it; without settings the model offloads nothing on this rank."""
+        """Make the `SecondStep` of a model; without settings the model offloads nothing on this rank."""
         self._num_models += 1
         reports = RankReports(f"model{self._num_models}") if has_report(step.config, self._defaults) else None
         trace = None if settings is None else settings.trace
@@ -106,11 +106,11 @@ class _Off:
 
     second_step: SecondStep
     is_checked: bool
-    """No rank of its pipeline is left whose check after the first step waits for this one."""
+    """No check after the first step, on any rank of the pipeline, still waits for this rank."""
 
 
 class _WithoutOffload:
-    """Takes part, from a rank that offloads nothing of a model, in what the ranks that do offload do together."""
+    """Takes part, on a rank that offloads nothing of a model, in the collectives of the ranks that offload."""
 
     def __init__(self, second_steps: _SecondSteps, is_taken_over: bool) -> None:
         self._second_steps = second_steps
@@ -121,8 +121,8 @@ class _WithoutOffload:
     def step(self, step: Step) -> AbstractContextManager[object] | None:
         """Return a context manager for one training step; None once nothing is left to do.
 
-        The first step has the collective checks of the others; in the second this rank may have to log what they have
-        recorded.
+        The first step has the collective checks of the other ranks; in the second this rank may have to log their
+        records.
         """
         off = self._known.get(step.chunks[0]) or self._meet(step)
         return None if off.is_checked and off.second_step.is_over else self._running_step(off, step)
@@ -154,7 +154,7 @@ class ModelRuntime:
     """Owns the engines of the models that train; implements `Runtime` for the rows.
 
     Args:
-        defaults: used where the configuration of a model sets nothing.
+        defaults: used if the configuration of a model sets nothing.
         meter: counts resident bytes; None: each engine has its own.
     """
 
@@ -178,7 +178,7 @@ class ModelRuntime:
 
     @property
     def latest_engine(self) -> OffloadEngine | None:
-        """Return the engine of the model that trained last; None before the first step and after the model is gone."""
+        """Return the engine of the model that trained last; None before the first step and after the model is freed."""
         attachment = self._latest() if self._latest is not None else None
         return attachment.engine if attachment is not None else None
 
@@ -195,7 +195,7 @@ class ModelRuntime:
         self.detach_all()
 
     def detach_all(self) -> None:
-        """Remove the hooks and close the engines of all models; their next steps attach anew."""
+        """Remove the hooks and close the engines of all models; their next steps attach again."""
         while self._attachments:
             self._attachments.popitem()[1].close()
         self._running = None
@@ -209,7 +209,7 @@ class ModelRuntime:
 
     @property
     def active_engine(self) -> OffloadEngine | None:
-        """Return the engine of the running step if groups may be opened now, else None."""
+        """Return the engine of the running step if groups may be opened now, otherwise None."""
         running = self._running
         return running.engine if running is not None and running.engine.is_active else None
 
@@ -220,7 +220,7 @@ class ModelRuntime:
             self._running.recomputed.note(checkpoint, function, tensors)
 
     def offload_recomputed_from(self, checkpoint: object, recomputed_behind: torch.Tensor) -> None:
-        """Offload what `checkpoint` has saved, if that was asked for."""
+        """Offload what `checkpoint` has saved, if that was requested."""
         if self._running is not None:
             self._running.recomputed.offload(checkpoint, recomputed_behind)
 
@@ -281,7 +281,7 @@ class ModelRuntime:
                 self._noting_mistakes(_refusals(attached.settings)),
                 attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined),
             ):
-                with attachment.left_after_errors():  # before the engine resets, which takes hooks off
+                with attachment.reset_after_errors():  # before the engine resets, which pops hooks
                     yield
         except BaseException:
             attachment.reset()
@@ -394,12 +394,12 @@ def _put_hooks(engine: OffloadEngine, step: Step, settings: Settings) -> Attachm
 
 
 def _refusals(settings: Settings) -> tuple[type[Exception], ...]:
-    """Return the errors by which a step is refused for its settings: no room on the host, or within a budget."""
+    """Return the errors that refuse a step for its settings: no room on the host, or within a budget."""
     return (OffloadError,) if settings.engine.host_policy == "error" else (BudgetError,)
 
 
 def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -> RecomputeOptions | None:
-    """Have a budget decide together with other ranks, also about recomputation. Collective."""
+    """Make a budget decide together with other ranks, also about recomputation. Collective."""
     if engine.budget is None:
         return None
     decider = engine.budget.decider
@@ -434,7 +434,7 @@ def _check_together(step: Step, settings: Settings, problem: Exception | None, p
             peers.largest_of_stage((1,))
         raise
     if has_budget and peers.largest_of_stage((0,)) != (0,):
-        raise ValueError("--offload-gpu-budget: another rank of this pipeline stage cannot begin, and says why")
+        raise ValueError("--offload-gpu-budget: another rank of this pipeline stage cannot begin; see its error")
 
 
 def _with_candidates(step: Step, settings: Settings) -> Settings:

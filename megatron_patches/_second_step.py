@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 class SecondStep:
     """Records the second training step of a model and logs, once and on rank 0, the tables of all ranks.
 
-    The second, because the first allocates host memory, builds communicators and compiles kernels: its waits and its
-    bandwidths are not those of the steps to come. They are gathered from the end of the third step on, when the device
-    has enough to do while the host makes its record, and no rank waits for another one.
+    The first step allocates host memory, builds communicators and compiles kernels, so its waits and bandwidths are not
+    typical. The records are gathered from the end of the third step on, when the device has enough queued work while
+    the host makes its record, and no rank waits for another one.
 
     Args:
         reports: takes the records of the ranks to rank 0; None: nothing is logged.
         trace: file for this rank's recording; None: none.
-        may_record: False: rank 0 logs its own counters instead, unless a trace is asked for.
+        may_record: False: rank 0 logs its own counters instead, unless a trace is requested.
     """
 
     def __init__(self, reports: RankReports | None, trace: str | None = None, may_record: bool = True) -> None:
@@ -38,10 +38,10 @@ class SecondStep:
         return self._is_over
 
     def after_step(self, engine: OffloadEngine | None) -> None:
-        """Called after each step that has not raised.
+        """Record or log what is due, after each step that has not raised.
 
         Args:
-            engine: of the model; None: this rank offloads nothing, but as rank 0 it logs what others do.
+            engine: engine of the model; None: this rank offloads nothing, but as rank 0 it logs what others do.
         """
         self._num_steps += 1
         if self._num_steps == 1 and engine is not None and self._is_recorded:
@@ -54,7 +54,7 @@ class SecondStep:
             self._gather(engine, self._num_steps == 3)
 
     def close(self, engine: OffloadEngine | None) -> None:
-        """Log the records that are there by now, if two steps are over, before the engine closes."""
+        """Log the records gathered so far, if two steps are over, before the engine closes."""
         if self._num_steps >= 2 and not self._is_over:
             self._gather(engine, self._num_steps == 2, is_last_look=True)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TakeOver`: settings of megatron-core's own activation offload, translated to the engine's.
+"""`TakeOver`: translates settings of megatron-core's own activation offload into the engine's.
 
-A configuration keeps megatron-core's settings, which are checked by its own `__post_init__` first. Only the two
-switches are cleared: the model reads them when it is built.
+A configuration keeps megatron-core's settings, and its own `__post_init__` checks them first. Only the two switches are
+cleared, because the model reads them when it is built.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEFAULTS = {"activation_offload_fraction": 1.0, "delta_offload_bytes_across_pp_
 
 
 class _Line(NamedTuple):
-    """One setting and what becomes of it."""
+    """One setting and its translation."""
 
     before: str
     after: str
@@ -30,7 +30,7 @@ class _Line(NamedTuple):
 
 
 class TakeOver:
-    """Translates configurations that ask for it, and says once what became what.
+    """Translates configurations that ask for it, and logs the translations once.
 
     Args:
         is_for_all: take over from every configuration with megatron-core's offload, not only from those that have
@@ -127,8 +127,8 @@ def _layers(config: Any) -> Iterator[_Line]:
     if not config.cpu_offloading_activations or not config.cpu_offloading_num_layers:
         raise ValueError(
             f"cpu_offloading=True with cpu_offloading_activations={config.cpu_offloading_activations} and "
-            f"cpu_offloading_num_layers={config.cpu_offloading_num_layers} moves no activation: there is nothing for "
-            "offload_engine to take over"
+            f"cpu_offloading_num_layers={config.cpu_offloading_num_layers} moves no activation: offload_engine has "
+            "nothing to take over"
         )
     num = config.cpu_offloading_num_layers
     yield _Line(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainingLog`: offload's figures in the log line of Megatron-LM's training loop, in TensorBoard and in W&B."""
+"""`TrainingLog`: adds offload's figures to the log line of Megatron-LM's training loop, to TensorBoard and to W&B."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _FIELDS: Final = tuple(field.name for field in dataclasses.fields(IterationStats
 
 
 class TrainingLog:
-    """Adds figures to the log of the training loop of Megatron-LM, as often as that logs.
+    """Adds figures to the log of the training loop of Megatron-LM, as often as it logs.
 
-    They are sums over the ranks of one pipeline, the one whose last rank writes the log; of peaks and of waits the
-    largest. Where another loop trains, nothing happens.
+    They are sums over the ranks of one pipeline, the one whose last rank writes the log; peaks and waits are maxima.
+    No-op with another training loop.
 
     Args:
         engine: returns the engine of the model that trained last.
@@ -49,7 +49,7 @@ class TrainingLog:
         self._text = ""  # for the line that is about to be printed
 
     def attach(self, pipeline: Any) -> None:
-        """Patch the loop that runs, if it is Megatron-LM's: the script has imported it by its first step. Idempotent.
+        """Patch the running loop, if it is Megatron-LM's, which the script has imported by its first step. Idempotent.
 
         Args:
             pipeline: the pipeline-parallel process group; None: one rank. All its ranks call this.
@@ -64,7 +64,7 @@ class TrainingLog:
         ]
         try:
             self._applied = apply_patches(rows)
-        except PatchError as error:  # no reason to end a training
+        except PatchError as error:  # must not end a training run
             self._applied = Applied()
             logger.warning("the training log will not show offload figures: %s", error)
 

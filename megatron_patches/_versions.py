@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed megatron-core version and the supported range."""
+"""Finds the installed megatron-core version, and checks it against the supported range."""
 
 from __future__ import annotations
 

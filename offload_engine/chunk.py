@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkOffloadHandler`: the groups of one forward of one model chunk."""
+"""`ChunkOffloadHandler`: handles the groups of one forward of one model chunk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChunkOffloadHandler(HandlerBase):
     It keeps the contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, so that library's
     `CpuOffloadHookWithOffloadHandler` and `GroupCommitFunction` can drive it for a stack of layers: without an open
     group, a push opens one and the next commit closes it. Unlike its base it shares streams and host memory with all
-    chunks, has no window map, and takes any number of microbatches in flight.
+    chunks, has no window map, and supports any number of microbatches in flight.
 
     Args:
         key: virtual stage and microbatch.
@@ -49,8 +49,8 @@ class ChunkOffloadHandler(HandlerBase):
 
     Attributes:
         key: virtual stage and microbatch.
-        boundaries: of the groups.
-        groups: of this forward so far, in order, by iteration or index; `innermost` is the open one.
+        boundaries: opens and commits the groups.
+        groups: the groups of this forward so far, in order, by iteration or index; `innermost` is the open one.
         hooks: packs the tensors that autograd saves.
 
     Raises:
@@ -73,12 +73,12 @@ class ChunkOffloadHandler(HandlerBase):
                 "double_buffering=True is not supported: with it TransformerEngine's handler returns wrong data as "
                 "soon as its windows are uneven. Leave it off; copy-ins are prefetched into fresh buffers anyway."
             )
-        # Skips the base's own __init__, which makes two streams per instance and the window map.
+        # Skip the base's own __init__, which makes two streams per instance and the window map.
         bound = 2**63 - 1 if num_offload_group is None else num_offload_group
         self.groups: GroupStack = GroupStack(key, keep_groups, bound, has_head)
         self.boundaries: GroupBoundaries = GroupBoundaries(executor, self.groups)
         super(HandlerBase, self).__init__(bound, tensor_need_offloading_checker or _any_tensor)
-        del self.current_group  # of the base, which would stay at 0: `boundaries` has it
+        del self.current_group  # the base's would stay at 0; `boundaries` has it
         self.key: ChunkKey = key
         self._executor = executor
         self.hooks: SavedTensorHooks = SavedTensorHooks(executor.store, self.groups, tensor_need_offloading_checker)
@@ -105,7 +105,7 @@ class ChunkOffloadHandler(HandlerBase):
 
         Args:
             keep: the backward comes at once, so the group stays, whatever the policy.
-            ends_layer: it is the last group of its layer; `ResidentLayers` learns from that.
+            ends_layer: it is the last group of its layer, from which `ResidentLayers` learns.
 
         Raises:
             OffloadError: if no group is open.
@@ -115,7 +115,7 @@ class ChunkOffloadHandler(HandlerBase):
         return self.boundaries.close(keep, ends_layer)
 
     def abandon_group(self) -> None:
-        """Close the innermost open group, whose forward raised. Its saved tensors are freed with their graph."""
+        """Abandon the innermost open group, whose forward raised. Its saved tensors are freed with their graph."""
         if self.groups.open_groups:
             self.groups.open_groups.pop().is_kept = False
 
@@ -123,7 +123,7 @@ class ChunkOffloadHandler(HandlerBase):
         """Copy out kept groups whose backward does not come at once after all, for instance before another forward.
 
         Args:
-            name: of the groups; None: all.
+            name: name of the groups; None: all groups.
         """
         for group in self.groups:
             if group.is_kept and group.storages and name in (None, group.name):
@@ -144,15 +144,14 @@ class ChunkOffloadHandler(HandlerBase):
         self._executor.at(FORWARD, self.groups.progress)
 
     def begin_tail(self) -> None:
-        """Mark the start of the last block of the forward.
+        """Mark the start of the last block of the forward, which may contain groups.
 
-        Its run time hides the copies issued so far, so the next backward can wait for them for free. It may save groups
-        of its own.
+        Its run time hides the copies issued so far, so the next backward can wait for them at no cost.
         """
         self._executor.at(TAIL, self.groups.progress)
 
     def begin_head(self) -> None:
-        """Mark the end of the layers: copy-outs are released, to make room for logits and loss.
+        """Mark the end of the layers: releases copy-outs, to make room for logits and loss.
 
         Idempotent. No-op without `has_head`: then the first kept group is the mark.
         """
@@ -167,14 +166,14 @@ class ChunkOffloadHandler(HandlerBase):
         self._executor.at(FORWARD_END, self.groups.progress)
 
     def begin_backward(self) -> None:
-        """Mark the start of the chunk's backward: releases memory of earlier copy-outs so that backward can reuse it.
+        """Mark the start of the chunk's backward: releases earlier copy-outs so that backward can reuse their memory.
 
         Idempotent. Without this call the backward of the first group is the mark, which may come after the peak.
         """
         self._executor.at(CHUNK_BACKWARD, self.groups.progress)
 
     def end_loss(self) -> None:
-        """Mark that the backward has finished the loss and freed its memory: prefetch of the groups begins.
+        """Mark that the backward has passed the loss and freed its memory: prefetch of the groups begins.
 
         Without this call prefetch starts with the backward of the last group. If the forward had a tail, groups before
         the last layer are copied in one layer ahead and no earlier: the tail's backward needs memory in large pieces.
@@ -182,9 +181,9 @@ class ChunkOffloadHandler(HandlerBase):
         self._executor.at(LOSS_DONE, self.groups.progress)
 
     def note_launch(self) -> None:
-        """Mark that the device had to wait for the host and has work again: issues delayed copy-outs.
+        """Mark that the device, after a wait for the host, has work again: issues delayed copy-outs.
 
-        While a copy runs the host is slower: a read of uncached memory takes two to four times as long. So groups with
+        A running copy slows the host down: a read of uncached memory takes two to four times as long. So groups with
         `GroupTraits.may_delay` are not copied until this call, the commit of a group without delay, the start of the
         last block, or the end of the forward.
 
@@ -215,7 +214,7 @@ class ChunkOffloadHandler(HandlerBase):
         return self.close_group() if self.groups.open_groups else None
 
     def on_group_commit_backward(self, group: TensorGroup | None = None) -> None:
-        """Begin the backward of `group`; None, as TransformerEngine's function passes, means the next one down."""
+        """Begin the backward of `group`; None, which TransformerEngine's function passes, means the next one down."""
         self.boundaries.begin_backward(group)
 
     def on_group_start_backward(self) -> None:
@@ -234,7 +233,7 @@ class ChunkOffloadHandler(HandlerBase):
 
     def _group(self, index: int) -> TensorGroup:
         if not 0 <= index < len(self.groups):
-            raise IndexError(f"{self!r} has {len(self.groups)} groups, there is no group {index}")
+            raise IndexError(f"{self!r} has {len(self.groups)} groups and no group {index}")
         return self.groups[index]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OffloadConfig`: what to offload and within which bounds. Plain data that needs no torch."""
+"""`OffloadConfig`: says what to offload, and within which bounds. Plain data that needs no torch."""
 
 from __future__ import annotations
 
@@ -41,33 +41,34 @@ class OffloadConfig:
 
     host_limit_bytes: int | None = None
     """Upper bound on host-tier bytes of this process. None: four fifths of this process's share of the free bytes
-    of the machine, the control group or the directory, measured when the host tier grows. The processes that a launcher
-    has started on a node have equal shares."""
+    of the machine, the control group or the directory, measured when the host tier grows. Processes started by a
+    launcher on one node have equal shares."""
 
     host_policy: Literal["keep", "error"] = "keep"
-    """What to do with a group that finds no room below that bound: "keep" leaves it resident and counts it, "error"
+    """What to do with a group that does not fit below that bound: "keep" leaves it resident and counts it, "error"
     ends the step with an error that names it."""
 
     policy: PolicySettings | None = None
-    """Decides what stays on the device, what waits, and when copy-ins are issued: one of `offload_engine.policies`.
-    None: the default of the front-end, which is `LowestPeak()` unless its documentation says otherwise."""
+    """Decides what stays on the device, when compute waits, and when copy-ins are issued: one of
+    `offload_engine.policies`. None: the default of the front-end, `LowestPeak()` unless its documentation says
+    otherwise."""
 
     fraction: float = 1.0
     """Share, from 0 to 1, of the bytes that each chunk saves in groups, in the order of its forward, that may leave.
     The groups after it stay. From the second step on: the first shows how much there is."""
 
     kept_bytes: int = 0
-    """How many bytes of groups stay on the device, counted over all chunks that wait for their backward: those that
-    each chunk saves last. From the second step on, as `fraction`."""
+    """How many bytes of groups stay on the device, over all chunks that wait for their backward: those that each chunk
+    saves last. Applies from the second step on, as `fraction` does."""
 
     gpu_budget: int | Literal["auto"] | None = None
     """Bytes that this process may hold on its GPU, CUDA context included (on the CPU device: bytes of saved tensors in
-    groups). The engine measures a few steps and decides what stays, see docs/budget.md. "auto": all that the GPU has,
-    less twice what it was seen to vary by. None: `policy` decides."""
+    groups). The engine measures a few steps and decides what stays; see docs/budget.md. "auto": all memory of the
+    GPU, less twice its measured variation. None: `policy` decides."""
 
     recompute: Literal["auto", "off"] = "auto"
-    """Whether a budget may have layers computed again in backward instead of saved, where that takes less time than
-    copies: "auto" where it is known how and results stay equal, "off" nowhere."""
+    """Whether a budget may recompute layers in backward instead of saving them, if that takes less time than copies.
+    "auto": wherever the engine knows how and results stay equal; "off": nowhere."""
 
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
@@ -75,7 +76,7 @@ class OffloadConfig:
 
     cpu_affinity: bool = False
     """Bind this process to the CPUs of its GPU's memory node, before host memory is pinned. It stays bound after the
-    engine is closed. Without a GPU, or where the machine does not tell, nothing changes, and a warning says why."""
+    engine is closed. Without a GPU, or if the machine does not report the node, a warning says why nothing changes."""
 
     dry_run: bool = False
     """Mark groups and account for their bytes, but move nothing: shows how much offload could move."""
@@ -86,7 +87,7 @@ class OffloadConfig:
         if self.min_tensor_bytes > _LARGEST_STORAGE:
             raise ValueError(
                 f"min_tensor_bytes={self.min_tensor_bytes:,} is more than any storage has: nothing could ever be "
-                "offloaded. Lower the threshold; to measure without moving anything, set dry_run=True."
+                "offloaded. Lower the threshold. To measure without moving anything, set dry_run=True."
             )
         if self.policy is not None and not isinstance(self.policy, PolicySettings):
             raise TypeError(
@@ -117,13 +118,11 @@ class OffloadConfig:
                 "one of them"
             )
         if self.dry_run:
-            raise ValueError(
-                f"gpu_budget={self.budget_text} measures what moves, and dry_run moves nothing: leave one out"
-            )
+            raise ValueError(f"gpu_budget={self.budget_text} measures what moves, and dry_run moves nothing: omit one")
 
     @property
     def keeps_a_share(self) -> bool:
-        """Return whether a part of each chunk's groups is to stay, by `fraction` or `kept_bytes`."""
+        """Return whether a part of each chunk's groups stays because of `fraction` or `kept_bytes`."""
         return self.fraction < 1.0 or self.kept_bytes > 0
 
     def _check_share(self) -> None:
@@ -161,7 +160,7 @@ class OffloadConfig:
 
     @classmethod
     def from_flags(cls, **settings: Any) -> OffloadConfig:
-        """Return the configuration for settings of a command line, where each bound of a policy is a flag of its own.
+        """Return the configuration for command-line settings, where each bound of a policy is a flag of its own.
 
         Args:
             settings: fields of this class except `policy`, and the arguments of `policies.policy_for`. A size may be
@@ -205,7 +204,7 @@ class OffloadConfig:
         return cls(policy=smp_policy(config))
 
     def with_default(self, policy: PolicySettings) -> OffloadConfig:
-        """Return this configuration with a policy, if neither one, nor a budget, nor a share decides what stays."""
+        """Return this configuration with a default policy, unless it has a policy, a budget or a share already."""
         is_decided = self.policy is not None or self.gpu_budget is not None or self.keeps_a_share
         return self if is_decided else self.replace(policy=policy)
 
@@ -215,7 +214,7 @@ class OffloadConfig:
 
 
 def _in_bytes(name: str, value: Any) -> Any:
-    """Return the value of a setting, a size that is text as a number of bytes."""
+    """Return the value of a setting; a size given as text becomes a number of bytes."""
     is_size = name.endswith("_bytes") or (name == "gpu_budget" and value != "auto")
     if not (isinstance(value, str) and is_size):
         return value

@@ -11,7 +11,7 @@ import torch
 
 from offload_engine._budget.controller import make_budget
 from offload_engine._budget.measure import MeasuringRecorder
-from offload_engine._chunk.saved_tensors import take_off_hooks_of
+from offload_engine._chunk.saved_tensors import pop_hooks_of
 from offload_engine._devices import device_for
 from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
@@ -39,7 +39,7 @@ from offload_engine.stats import IterationStats
 logger = logging.getLogger(__name__)
 
 _LEFT = (
-    "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run. "
+    "%d saved storages outlive the iteration, the first is %s: a graph is kept alive or its backward has not run. "
     "Keep loss.item() instead of the loss, and evaluate under torch.no_grad()"
 )
 
@@ -52,14 +52,14 @@ class OffloadEngine(EngineView):
 
     Args:
         config: bounds and thresholds.
-        device: where activations are; None: CUDA if there is a GPU, else the CPU.
+        device: device of the activations; None: CUDA if there is a GPU, otherwise the CPU.
         meter: counts resident bytes in addition to `stats`, over time and together with a `SavedTensorTracker`.
         pipeline: rank and number of ranks of the pipeline whose virtual stages the chunks are, for reports.
         logs_first_step: log a summary of the first iteration on rank 0, and warn if nothing moves.
 
     Raises:
-        ValueError: if the configuration does not fit the device.
-        TypeError: if `device` is a device of torch.
+        ValueError: if the device does not support the configuration.
+        TypeError: if `device` is a `torch.device`.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class OffloadEngine(EngineView):
                 backward takes chunks in the reverse order of their forwards.
             weights: parameters and buffers; their storages, and views of them, never move.
             is_combined: each forward runs together with the next backward in `actions`, as in the all-to-all overlap:
-                prefetch for that backward does not wait until the forward begins.
+                prefetch for that backward does not wait for the start of the forward.
 
         Raises:
             OffloadError: if an iteration is running, the engine is closed, or a capture was not announced.
-            TypeError: if `actions` holds something else.
+            TypeError: if `actions` has an item of another type.
         """
         if self._is_closed:
             raise OffloadError("begin_iteration() after close(): make a new engine")
@@ -113,7 +113,7 @@ class OffloadEngine(EngineView):
         self._store.begin(weights)
         self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
-        # A step that is measured is recorded by what measures it: what was asked for is recorded in the next.
+        # The budget records the steps that it measures itself; a requested recording then waits for the next step.
         if not self._context.is_captured:  # a graph has no times until it is replayed
             self._context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
         self.is_idle = self.budget is not None and self.budget.is_idle and self._context.recorder is None
@@ -129,7 +129,7 @@ class OffloadEngine(EngineView):
         double_buffering: bool = False,
         has_head: bool = False,
     ) -> ChunkOffloadHandler:
-        """Start the forward of a chunk; ends that of the previous chunk, if any.
+        """Start the forward of a chunk, which ends that of the previous chunk.
 
         Args:
             key: virtual stage and microbatch; None: the next microbatch of stage 0.
@@ -163,7 +163,7 @@ class OffloadEngine(EngineView):
     def exclude(self, tensor: torch.Tensor, *, for_good: bool = False) -> None:
         """Exclude the storage of `tensor` from copies in this iteration, for instance because it is recomputed.
 
-        With `for_good` in all iterations, also while it is emptied: a buffer that weights are gathered into.
+        With `for_good`, exclude it in all iterations, also while emptied: for buffers into which weights are gathered.
         """
         self._store.eligibility.exclude(tensor, for_good)
 
@@ -171,16 +171,16 @@ class OffloadEngine(EngineView):
         """Declare that `holders` are not read again before backward, so their storage may be freed while on host.
 
         A copy-out frees no memory while another reference keeps the tensor, such as a schedule that keeps the inputs of
-        its stages. After this call the storage is resized to zero bytes as soon as its copy-out is complete. It is
-        refilled, in place, before its backward needs it, or when the graph is freed without a backward. A read in
+        its stages. After this call the storage is emptied (resized to zero bytes) as soon as its copy-out is complete.
+        It is refilled, in place, before its backward needs it, or when the graph is freed without a backward. A read in
         between crashes the process. Reads issued before this call, on the current stream, are safe.
 
-        No-op if no group has saved the storage, or it stays resident. A storage shared by more tensors than declared is
-        left alone and counted in `IterationStats.num_viewed_storages`.
+        No-op if no group has saved the storage, or it stays resident. A storage shared by more tensors than declared
+        stays, and is counted in `IterationStats.num_viewed_storages`.
 
         Args:
             holders: all tensors that share one storage, except those that autograd saved in groups or under
-                `SavedTensorHooks.around_groups`; the base of a view may be omitted. No other hooks may have saved
+                `SavedTensorHooks.around_groups`; the base of a view may be omitted. Other hooks must not have saved
                 them.
             num_copies: number of further detached aliases that cannot be passed.
         """
@@ -191,8 +191,8 @@ class OffloadEngine(EngineView):
     def set_allocation_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Declare the compute stream that allocated `tensor`, if another stream is about to save it.
 
-        The memory returns to the pool of the allocating stream, which then waits for the copy-out as well. Declaring a
-        stream that only may have allocated it is safe: the stream that saves the tensor waits anyway.
+        The memory goes back to the pool of the allocating stream, which then waits for the copy-out as well. If in
+        doubt, declare the stream: the one that saves the tensor waits in any case.
 
         Args:
             tensor: not saved yet.
@@ -203,8 +203,8 @@ class OffloadEngine(EngineView):
     def trim_host_memory(self) -> int:
         """Return idle host memory, which no storage uses and no copy reads, to the system.
 
-        Whole slabs only, which between two steps are nearly all; the next step allocates again, which is slow for
-        pinned memory. Returns the number of bytes. `close()` returns everything.
+        Only whole slabs are returned, but between two steps nearly all are idle. The next step allocates again, which
+        is slow for pinned memory. Returns the number of bytes; `close()` returns everything.
         """
         self._store.retire_dropped()
         return self.pool.trim()
@@ -212,7 +212,7 @@ class OffloadEngine(EngineView):
     def end_iteration(self) -> IterationStats:
         """End a training step, after its last backward.
 
-        Storages that a graph still holds stay valid. `num_storages_left` counts them; more than before cause a warning.
+        Storages that a graph still holds stay valid. `num_storages_left` counts them; if it grows, a warning is logged.
 
         Raises:
             OffloadError: outside an iteration.
@@ -223,34 +223,34 @@ class OffloadEngine(EngineView):
         self._store.has_handles()
         has_backward = self._executor.end_iteration()
         self._is_in_iteration, self.current_chunk = False, None
-        stats = self._store.finish()
+        stats = self._store.end()
         recorder, self._context.recorder = self._context.recorder, None
         if self.budget is not None:
             self.budget.end(stats, self._num_chunks if has_backward else 0)
         self._observer.end(None if isinstance(recorder, MeasuringRecorder) else recorder, stats)
-        if stats.num_storages_left > self._num_left:  # otherwise it was said
+        if stats.num_storages_left > self._num_left:  # otherwise the warning was logged before
             logger.warning(_LEFT, stats.num_storages_left, next(iter(self._store.live)))
         self._num_left = stats.num_storages_left
         return stats
 
     def reset_iteration(self) -> None:
-        """Recover after an exception: wait for copies in flight, then drop every saved storage. Idempotent.
+        """Recover after an exception: wait for copies in flight, then abandon every saved storage. Idempotent.
 
         Parameters and gradients are not touched. A graph of the step that raised can no longer run its backward. Hooks
-        of its chunks that an interrupt has left on autograd's stack in this thread are taken off, as long as no others
-        are on top of them. No-op after `close()`, which resets too.
+        of its chunks that an interrupt has left on autograd's stack in this thread are popped, unless others are on top
+        of them. No-op after `close()`, which resets too.
         """
         if self._is_closed:  # a closed device accepts no work, not even the events of a reset
             return
         recorder, self._context.recorder = self._context.recorder, None
         if recorder is not None:
-            recorder.discard()
-        # An interrupt may have come between any two lines, here too: nothing is undone, and the books begin anew.
+            recorder.close()
+        # An interrupt may have come between any two lines, even here, so the books are not corrected but replaced.
         if self.budget is not None:
             self.budget.abandon()
-        take_off_hooks_of(self._store)
+        pop_hooks_of(self._store)
         self._store.abandon_all()
-        self.pool.take_all_back()  # no copy is in flight
+        self.pool.reset()  # no copy is in flight
         for books in (self._unawaited, self._leaving, self._counters, self._policy, self._keeping):
             books.clear()
         self._use(*self._new_books())
@@ -286,7 +286,7 @@ class OffloadEngine(EngineView):
                 self.budget.close()
             self.reset_iteration()
             self.pool.close()
-            self._is_closed = True  # not before: after an interrupt the next call continues
+            self._is_closed = True  # last, so that after an interrupt the next call continues
         if not self._is_device_closed:
             self.device.close()
             self._is_device_closed = True

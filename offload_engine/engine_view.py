@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineView`: the readable state of an engine; `EngineSnapshot`: its bytes and copies at one moment."""
+"""`EngineView`: shows the state of an engine; `EngineSnapshot`: its bytes and copies at one moment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineSnapshot(NamedTuple):
     resident_bytes: int
     """Those of `saved_bytes` that are on the device."""
     prefetched_bytes: int
-    """Bytes of copy-ins that are issued and not used yet."""
+    """Bytes of copy-ins that are issued and not awaited yet."""
     inflight_bytes: int
     """Bytes of copy-outs that are issued and not released."""
     leaving: tuple[TensorGroup, ...]
@@ -48,7 +48,7 @@ class EngineSnapshot(NamedTuple):
 
 
 class EngineView:
-    """Shows whether an engine runs, its bytes and copies, counters, plan and recordings. Nothing here moves a tensor.
+    """Shows whether an engine runs, and its bytes, copies, counters, plan and recordings. Moves no tensor.
 
     Args:
         store: owns the saved storages.
@@ -56,14 +56,14 @@ class EngineView:
         observer: records steps.
 
     Attributes:
-        budget: decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one.
-        current_chunk: the chunk whose forward has begun last in this iteration.
-        graphs: announces captures as CUDA graphs, of a whole step or of layers.
-        failures: knows whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
-            tensors may be incomplete.
-        is_idle: the running iteration needs no groups; see `is_active`. Callers may open some all the same.
-        ranges: shown in profiles, around the copies and waits that the engine issues.
-        timer: times single iterations, and how long compute waits in them for copies.
+        budget: decides by `OffloadConfig.gpu_budget`, with hooks for callers with several ranks; None without one.
+        current_chunk: the chunk whose forward began last in this iteration.
+        graphs: announces captures of CUDA graphs, of a whole step or of layers.
+        failures: knows whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`, so that
+            saved tensors may be incomplete.
+        is_idle: the running iteration needs no groups; see `is_active`. Callers may still open some.
+        ranges: marks the copies and waits that the engine issues in profiles.
+        timer: times single iterations, and how long compute waits for copies in them.
     """
 
     _is_closed: bool = False
@@ -77,7 +77,7 @@ class EngineView:
         self._use(store, executor)
 
     def _use(self, store: ActivationStore, executor: Executor) -> None:
-        """Start with fresh books, outside of an iteration."""
+        """Start with new books, outside an iteration."""
         self.current_chunk: ChunkOffloadHandler | None = None
         self._executor = executor
         self._store = store
@@ -93,7 +93,7 @@ class EngineView:
             )
         for action in actions or ():
             if not isinstance(action, Action):
-                raise TypeError(f"actions must be Action objects, got {action!r}; parse_actions() makes them of text")
+                raise TypeError(f"actions must be Action objects, got {action!r}; parse_actions() reads them from text")
         self._executor.refuse_capture("an iteration begins")
 
     def _check_capture(self, is_whole_step: bool) -> None:
@@ -102,25 +102,25 @@ class EngineView:
             raise OffloadError("a capture after close(): make a new engine")
         if self._is_in_iteration or self.has_saved:
             raise OffloadError(
-                "a capture inside a step: end it first, and drop the graphs that still hold saved tensors"
+                "a capture inside a step: end the step first, and drop the graphs that still hold saved tensors"
             )
         if self.budget is not None:
             raise OffloadError(
-                "a capture with a gpu_budget: it measures steps, and a graph cannot change. Choose a policy, such as "
+                "a capture with a gpu_budget: a budget changes its decisions, a graph cannot. Choose a policy, such as "
                 "Planned(resident_bytes=...)"
             )
         if not is_whole_step:
             return
         if not self.stats.num_groups:
-            raise OffloadError("graphs.capture() before the first step: run two steps like it, which pin host memory")
+            raise OffloadError("graphs.capture() before the first step: first run two such steps, to pin host memory")
         if isinstance(self._executor.policy, PlannedPolicy) and self.plan is None:
-            raise OffloadError("graphs.capture() before a step was planned: run one more step like it")
+            raise OffloadError("graphs.capture() before a step was planned: first run one more such step")
 
     @property
     def is_active(self) -> bool:
-        """Return whether groups are to be opened: in an iteration that needs them, with gradients, outside a backward.
+        """Return whether to open groups: in an iteration that needs them, with gradients, outside a backward.
 
-        An iteration needs none where its budget keeps everything: it runs as without an engine.
+        An iteration whose budget keeps everything needs none, and runs as without an engine.
         """
         is_running = self._is_in_iteration and not self.is_idle
         return is_running and torch.is_grad_enabled() and _current_graph_task() == -1
@@ -132,7 +132,7 @@ class EngineView:
 
     @property
     def is_in_iteration(self) -> bool:
-        """Return True from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
+        """Return whether an iteration runs: from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
         return self._is_in_iteration
 
     @property
@@ -140,7 +140,7 @@ class EngineView:
         """Return whether a graph still holds a tensor that the engine packed: its backward may still come.
 
         Raises:
-            KeyboardInterrupt: if one has come in a destructor, where Python drops it. So does `end_iteration`.
+            KeyboardInterrupt: if one came in a destructor, where Python ignores it. So does `end_iteration`.
         """
         return self._store.has_handles()
 
@@ -151,9 +151,9 @@ class EngineView:
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
+        """Return the plan of the running step, or of the last one; None without `Planned`, or without a schedule.
 
-        `planning.plan.format_plan` prints it.
+        `planning.plan.format_plan` returns it as text.
         """
         policy = self._executor.policy
         return policy.plan if isinstance(policy, PlannedPolicy) else None
@@ -176,8 +176,8 @@ class EngineView:
         """Record the next iteration that begins; see docs/observe.md.
 
         Args:
-            file: to write, in the background; complete after `close()` at the latest. `{rank}` and `{step}` in its
-                name are replaced. None: for `report` only.
+            file: path to write in the background; the file is complete after `close()` at the latest. `{rank}` and
+                `{step}` in the name are replaced. None: record for `report` only.
         """
         self._observer.ask(file)
 
@@ -187,20 +187,20 @@ class EngineView:
         return self._observer.record
 
     def __str__(self) -> str:
-        """Return what the last iteration did, as one line for people, with the times of `timer`."""
+        """Return one readable line about the last iteration, with the times of `timer`."""
         return self._observer.line(self.stats)
 
     def report(self) -> str:
-        """Return the tables of the last recorded iteration; without one, a summary of the last one's counters.
+        """Return the tables of the last recorded iteration, and of the budget, if there is one.
 
-        With a budget, its table follows.
+        Without a recording, a summary of the last iteration's counters takes the place of its tables.
         """
         text = self._observer.report(self.stats)
         return text if self.budget is None else text + self.budget.report()
 
 
 def explain(engine: EngineView, error: BaseException | None) -> None:
-    """Add a note to an error of the running iteration: if memory ran out, what its budget expected. Idempotent.
+    """Add a note to an out-of-memory error of the running iteration that says what its budget expected. Idempotent.
 
     `OffloadEngine.iteration` calls it; so does a caller of `begin_iteration` that catches errors, before
     `reset_iteration`.

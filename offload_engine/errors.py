@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the engine. A bad argument is a ValueError or TypeError where it is passed."""
+"""Defines the errors of the engine. A bad argument raises a ValueError or TypeError where it is passed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["BudgetError", "CopyError", "OffloadError"]
 
 
 class OffloadError(RuntimeError):
-    """Raised for a call in the wrong order, or an activation that was dropped."""
+    """Raised for a call in the wrong order, or for an activation that was abandoned."""
 
 
 class BudgetError(OffloadError):
-    """Raised where a step takes more memory than its budget, with everything offloaded."""
+    """Raised when a step takes more memory than its budget even with everything offloaded."""

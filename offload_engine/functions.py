@@ -21,7 +21,7 @@ _apply_commit: Final[Any] = GroupCommitFunction.apply
 
 
 class _BackwardBegins:
-    """Pre-hook of the last node of a group, whose backward is the first to run."""
+    """Begins the backward of a group; pre-hook of its last node, which runs first."""
 
     __slots__ = ("_begin", "_group")
 
@@ -36,11 +36,11 @@ class _BackwardBegins:
 def group_start(
     tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str, traits: GroupTraits | None = None
 ) -> torch.Tensor:
-    """Open the group `name` of `chunk` in front of a submodule; use the returned tensor as its input.
+    """Open the group `name` of `chunk` before a submodule; use the returned tensor as its input.
 
     Do not mark an input that the submodule modifies in place and that is used again after it: autograd sees the write
-    on the returned alias only. If the last bit matters, do not mark an input with other readers either: its gradients
-    are then summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
+    on the returned alias only. For bitwise reproducibility, do not mark an input with other readers either: its
+    gradients are then summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
     """
     return _apply_start(tensor, chunk, name, traits)
 
@@ -49,7 +49,7 @@ def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tens
     """Commit the open group of `chunk` after a submodule; use the returned tensor as its output."""
     group, node = chunk.groups.innermost, tensor.grad_fn
     if group is not None and node is not None and not group.storages and not group.has_made(node):
-        # The group returned its own input, as an identity does: there is nothing to copy in, and a mark would sum the
+        # The group returned its own input, like an identity: nothing has to be copied in, and a mark would sum the
         # gradients of its readers here, before those of other readers are added.
         chunk.on_group_commit_forward()
         return tensor
@@ -64,13 +64,13 @@ def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tens
 
 
 def _call_before(node: torch.autograd.graph.Node, tensor: torch.Tensor, hook: Callable[..., None]) -> None:
-    """Have `hook` called before the backward of `node`, which has made `tensor`.
+    """Register `hook` to be called before the backward of `node`, which has made `tensor`.
 
-    As `node.register_prehook`, without the handle that could remove it, which takes most of the time.
+    Like `node.register_prehook`, but without the handle that could remove it, which takes most of the time.
     """
-    if type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:  # hooks of others are in the way
+    if type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:  # the slot below is taken
         node.register_prehook(hook)
         return
     tensor._backward_hooks = {0: hook}
-    node._register_hook_dict(tensor)  # the node takes the dictionary over
+    node._register_hook_dict(tensor)  # the node takes over the dictionary
     tensor._backward_hooks = None

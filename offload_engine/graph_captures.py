@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GraphCaptures`: announces captures of steps and of their parts as CUDA graphs, and keeps what these use."""
+"""`GraphCaptures`: announces captures of steps and of their parts as CUDA graphs, and keeps the memory they use."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ class CapturedStep:
     """
 
     def __init__(self, release: Callable[[CapturedStep], None]) -> None:
-        self.slabs: HostSlabs | None = None  # until the capture is over, and once it is released
+        self.slabs: HostSlabs | None = None  # before the capture is over, and after the release
         self._release = release
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of host memory that the graph has to itself; 0 once they are released."""
+        """Return the bytes of host memory that the graph owns; 0 after `release`."""
         return 0 if self.slabs is None else self.slabs.nbytes
 
     def release(self) -> None:
         """Return the host memory to the engine's pool, for other steps. Idempotent.
 
-        Call it after the graph has been reset or dropped, on the stream that replayed it last: it waits for that.
+        Call it after the graph has been reset or dropped, on the stream that replayed it last: it blocks the host until
+        that stream is done.
         """
         self._release(self)
 
@@ -47,11 +48,11 @@ class GraphCaptures:
     """Lets one step of an engine, or parts of its steps, be recorded by CUDA graphs.
 
     Args:
-        context: of the engine's transfers.
-        pool: of the engine; what it has pinned is handed over to the graph of a step.
-        config: of the engine.
+        context: device and copy streams.
+        pool: the engine's; its slabs are handed over to the graph of a step.
+        config: the engine's.
         check: a method that raises OffloadError while a whole step, or else parts of one, cannot be captured.
-        reset: a method that drops what a failed capture has saved. Neither keeps its engine alive.
+        reset: a method that abandons what a failed capture has saved. Both methods are held weakly.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class GraphCaptures:
     ) -> None:
         self._context = context
         self._pool = pool
-        self._min_bytes = config.min_tensor_bytes
+        self._config = config
         self._check = WeakMethod(check)
         self._reset = WeakMethod(reset)
         self._steps: list[CapturedStep] = []
@@ -73,18 +74,18 @@ class GraphCaptures:
 
     @property
     def layers(self) -> tuple[CapturedLayers, ...]:
-        """Return the captured layers that are not released, in the order of their captures."""
+        """Return the captured layers that have not been released, in the order of their captures."""
         return tuple(self._layers)
 
     @property
     def recording(self) -> Recording | None:
-        """Return what packs saved tensors while a layer is captured; None at all other times."""
+        """Return the recording that packs saved tensors while a layer is captured; None at all other times."""
         layers = self._recorded
         return layers.recording if layers is not None and layers.recording.is_capturing else None
 
     @property
     def steps(self) -> tuple[CapturedStep, ...]:
-        """Return the captured steps that are not released, in the order of their captures."""
+        """Return the captured steps that have not been released, in the order of their captures."""
         return tuple(self._steps)
 
     @contextmanager
@@ -93,23 +94,23 @@ class GraphCaptures:
 
         ```python
         for _ in range(2):
-            step()  # eagerly, on the stream of the capture: they fill the host memory
+            step()  # eagerly, on the stream of the capture: pins the host memory
         with engine.graphs.capture(torch.cuda.graph(graph, stream=stream)) as captured:
             step()
         ```
 
         The copies become a part of the graph, on streams of their own, in the order that the rules demand. A copy-out
-        is released where the policy would at last wait for it, because nothing can be asked while a graph is captured.
-        The host memory that the steps before have pinned belongs to the graph until `CapturedStep.release`.
+        is released where the policy would wait for it at the latest, because events cannot be queried in a capture. The
+        host memory that earlier steps have pinned belongs to the graph until `CapturedStep.release`.
 
         Args:
-            graph: captures what runs inside it. None: other code does, inside this context manager; then CUDA may tell
-                of streams that were not joined where the step has raised an error.
+            graph: captures what runs inside it. None: other code captures, inside this context manager; if the step
+                raises an error, CUDA may then report unjoined streams instead.
 
         Raises:
             OffloadError: if the engine is closed or inside a step, has run no step before, has not planned one, has a
-                budget, or captures already; in the capture, if it needs more host memory than is pinned, and at its
-                end if its graph of autograd still holds saved tensors.
+                budget, or captures already; in the capture, if it needs more host memory than is pinned; and at its
+                end, if an autograd graph still holds saved tensors.
             NotImplementedError: if the device has no graphs.
         """
         step = CapturedStep(self._release)
@@ -148,20 +149,21 @@ class GraphCaptures:
             layers = torch.cuda.make_graphed_callables(layers, samples)
         ```
 
-        What the forwards save leaves the memory of the graphs. It is copied behind the replay of its graph, beside what
-        runs next, and back beside what runs before its backward. The graphs have to be replayed in the order of
-        their captures, over and over; a pass may be broken off. No other graph may have their memory pool.
+        What the forwards save leaves the memory of the graphs. It is copied out after the replay of its graph, while
+        the next graphs run, and copied in while the graphs before its backward run. The graphs must be replayed in the
+        order of their captures, over and over; a pass may end early. No other graph may have their memory pool.
 
         Args:
             weights: parameters and buffers; their storages, and views of them, never move.
-            min_bytes: smaller storages stay; None: as `OffloadConfig.min_tensor_bytes` says.
-            saves_all: whatever the forwards save may move; False: what groups save (`recording`).
-            graphs_beside: how many graphs run beside a copy. Their number times what one layer saves stays on the
-                device, twice in backward; 0: copies run beside what runs eagerly between two graphs.
-            owner: has the class of the graphs, `CUDAGraph`.
+            min_bytes: smaller storages stay; None: `OffloadConfig.min_tensor_bytes`.
+            saves_all: all that the forwards save may move; False: only what groups save (`recording`).
+            graphs_beside: number of graphs that run while one is copied. This number times the bytes that one layer
+                saves stays on the device, twice in backward; 0: copies overlap eager work between two graphs.
+            owner: the module with the class `CUDAGraph`.
 
         Raises:
-            OffloadError: if the engine is closed or inside a step, or captures already.
+            OffloadError: if the engine is closed or inside a step, or captures already; between captures, if the host
+                tier is full and `host_policy` is "error".
             NotImplementedError: if the device has no graphs.
             ValueError: if `graphs_beside` is negative.
         """
@@ -169,9 +171,9 @@ class GraphCaptures:
         if graphs_beside < 0:
             raise ValueError(f"graphs_beside must not be negative, got {graphs_beside}")
         self._check_before(is_whole_step=False)
-        least = self._min_bytes if min_bytes is None else min_bytes
-        eligibility = eligibility_of(context.device.torch_device, least, weights)
-        layers = CapturedLayers(context, self._pool.books_beside(), eligibility, saves_all, graphs_beside, self._forget)
+        least = self._config.min_tensor_bytes if min_bytes is None else min_bytes
+        eligibility, slabs = eligibility_of(context.device.torch_device, least, weights), self._pool.books_beside()
+        layers = CapturedLayers(context, slabs, self._config, eligibility, saves_all, graphs_beside, self._forget)
         self._recorded = layers
         try:
             with told_of_graphs(layers, owner):
@@ -185,19 +187,19 @@ class GraphCaptures:
         self._pool.set_aside(layers.slabs)
         self._layers.append(layers)
 
-    def release_dropped(self) -> None:
+    def release_freed(self) -> None:
         """Release the captured layers whose graphs have all been reset or freed."""
         for layers in self.layers:
-            if layers.are_dropped:
+            if layers.are_freed:
                 layers.release()
 
     def check_layers_released(self) -> None:
-        """Release the captured layers whose graphs are gone, and check that there are no others.
+        """Release the captured layers whose graphs have been reset or freed, and check that no others are left.
 
         Raises:
-            OffloadError: if there are.
+            OffloadError: if some are.
         """
-        self.release_dropped()
+        self.release_freed()
         if self._layers:
             nbytes = sum(layers.host_bytes for layers in self._layers)
             raise OffloadError(
@@ -206,10 +208,10 @@ class GraphCaptures:
             )
 
     def check_released(self) -> None:
-        """Check that no captured step and no captured layers have host memory.
+        """Check that all captured steps and layers have been released.
 
         Raises:
-            OffloadError: if one has.
+            OffloadError: if one has not.
         """
         self.check_layers_released()
         if self._steps:
@@ -224,22 +226,22 @@ class GraphCaptures:
         if graphs is None:
             raise NotImplementedError("a capture on a device without CUDA graphs: capture on a GPU")
         if context.is_captured or self._recorded is not None or graphs.is_capturing():
-            raise OffloadError("a capture inside a capture: it has to begin before that of CUDA, and one at a time")
+            raise OffloadError("a capture inside a capture: announce it before CUDA's begins, and one at a time")
         _call(self._check, is_whole_step)
 
     def _begin(self) -> None:
         context, graphs = self._context, self._context.device.graphs
         assert graphs is not None
         self._wait_for_copies()
-        self._pool.freeze()  # it may ask for events
+        self._pool.freeze()  # may query events, so before the capture
         graphs.record(True)
         context.is_captured = True
 
     def _join(self) -> None:
-        """Have the copy streams end with the capture, or CUDA's error would hide why the step has failed."""
+        """Join the copy streams to the capture: otherwise CUDA's error would hide why the step has failed."""
         graphs = self._context.device.graphs
         if graphs is not None and graphs.is_capturing():
-            with suppress(CopyError):  # of a capture that CUDA has given up already
+            with suppress(CopyError):  # CUDA may have ended the capture already
                 fork_copy_streams(self._context)  # they may not be a part of it yet
                 join_copy_streams(self._context)
 

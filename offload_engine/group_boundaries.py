@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GroupBoundaries`: what a chunk does for each of its groups."""
+"""`GroupBoundaries`: opens and commits the groups of a chunk."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from offload_engine.traits import GroupTraits
 class GroupBoundaries:
     """Opens and commits the groups of one chunk, and begins their backwards.
 
-    Apart from `ChunkOffloadHandler`, because each group needs these, so they are compiled; and a class whose base is
-    TransformerEngine's cannot be.
+    Separate from `ChunkOffloadHandler`, because these methods run for each group and are compiled; a class whose base
+    is TransformerEngine's cannot be compiled.
 
     Args:
         executor: called at each boundary.
         groups: of the chunk.
 
     Attributes:
-        current_group: one more than the index of the group opened last, in a backward the index of the one that runs.
+        current_group: in forward, one more than the index of the group opened last; in backward, the index of the group
+            that runs.
     """
 
     def __init__(self, executor: Executor, groups: GroupStack) -> None:
@@ -32,7 +33,7 @@ class GroupBoundaries:
 
     def open(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
         """See `ChunkOffloadHandler.open_group`."""
-        if self._executor.is_capturing():  # asked in line: it runs for each group
+        if self._executor.is_capturing():  # tested in line, because this runs for each group
             self._executor.refuse_capture(f"group {name!r} begins")
         groups = self._groups
         if self.current_group == 0 and groups.progress.groups and groups.progress.is_forward_done:
@@ -64,5 +65,5 @@ class GroupBoundaries:
         groups = progress.groups
         index = max(self.current_group - 1, 0) if group is None else group.index
         self.current_group = index
-        if not progress.is_over:  # else another iteration may have a chunk of the same key
+        if not progress.is_over:  # otherwise another iteration may have a chunk with the same key
             self._executor.at(BACKWARD, progress, groups[index] if index < len(groups) else None)

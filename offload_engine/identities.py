@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity functions that mark the start and the end of a group in the autograd graph.
+"""Defines the identity functions that mark the start and the end of a group in the autograd graph.
 
-Apart from `functions.py`, which is compiled: no class with a metaclass can be.
+Separate from `functions.py`, which is compiled: a class with a metaclass cannot be.
 """
 
 from __future__ import annotations

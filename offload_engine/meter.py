@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ResidencyMeter`: counts bytes of saved activations on the device, now, at most, and over time."""
+"""`ResidencyMeter`: counts bytes of saved activations on the device: current, peak, and over time."""
 
 from __future__ import annotations
 

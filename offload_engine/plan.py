@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training a Hugging Face model would take, before there is a GPU.
+"""Predicts what training a Hugging Face model would take, without a GPU.
 
 python -m offload_engine.plan qwen2 --set num_hidden_layers=28 hidden_size=3584 --seq-length 32768 --hardware h200
 python -m offload_engine.plan path/to/config.json --seq-length 8192 --hardware h100x8
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ from offload_engine.rehearsal.progress import Progress
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 
 _NOTES = (
-    "Each GPU has a whole replica, in bfloat16, with its gradients and the state of the optimizer. Fullest GPU: what "
-    "is allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA.",
+    "Each GPU has a whole replica, in bfloat16, with its gradients and optimizer state. Fullest GPU: allocated bytes, "
+    "8% more that the allocator holds, and 0.6 GiB of CUDA.",
 )
 
 
@@ -83,6 +84,8 @@ def read_config(model: str, changes: dict[str, Any]) -> Any:
             raise ValueError(f"--set {name}: the configuration of {config.model_type} has no such setting")
         setattr(config, name, value)
     config.use_cache = False
+    # Now: where the first import of a model's code is in a rehearsal, transformers 4 does not find its classes.
+    importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     return config
 
 
@@ -102,7 +105,7 @@ def _loss(model: Any, batch_size: int, seq_length: int) -> torch.Tensor:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m offload_engine.plan",
-        description="What training a Hugging Face model would take, before there is a GPU.",
+        description="Predicts what training a Hugging Face model would take, without a GPU.",
     )
     parser.add_argument("model", help="a model type (qwen2), or a config.json or its folder")
     parser.add_argument(
@@ -117,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seq-length", type=positive, default=4096, metavar="N", help="tokens of a sequence (default: %(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=1, metavar="N", help="sequences of a GPU (default: %(default)s)"
+        "--batch-size", type=positive, default=1, metavar="N", help="sequences per GPU (default: %(default)s)"
     )
     parser.add_argument(
         "--optimizer-bytes",

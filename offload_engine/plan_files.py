@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of what a budget has decided: a plan to begin with later, and a picture of what every budget takes."""
+"""Writes what a budget has decided: a plan to begin with later, and a picture of what every budget takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTHING: Final = "the engine has no gpu_budget, or has not measured a step yet"
 
 
 def save_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
-    """Write what `OffloadConfig.gpu_budget` has decided, for `load_plan`.
+    """Write the decision of `OffloadConfig.gpu_budget`, for `load_plan`.
 
     Raises:
         OffloadError: without a budget, and before the first decision.
@@ -31,10 +31,10 @@ def save_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
 
 
 def load_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
-    """Begin with a plan that `save_plan` has written, without measuring. Call it before the first iteration.
+    """Begin with a plan that `save_plan` has written, instead of measuring. Call it before the first iteration.
 
-    A plan that takes more than the budget is not used. One of another model is refused when the second iteration
-    begins, with a ValueError that names the file: only then are the groups of this model known.
+    A plan that takes more than the budget is not used. A plan of another model is refused when the second iteration
+    begins and the groups of this model are known, with a ValueError that names the file.
 
     Raises:
         OffloadError: without a budget, and after the first iteration.
@@ -43,7 +43,7 @@ def load_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
     """
     controller = engine.budget
     if controller is None or controller.has_begun:
-        raise OffloadError("load_plan() needs OffloadConfig(gpu_budget=...), and comes before the first iteration")
+        raise OffloadError("load_plan() needs OffloadConfig(gpu_budget=...); call it before the first iteration")
     controller.start_with(parse_saved(Path(file).read_text(), os.fspath(file)), os.fspath(file))
 
 
@@ -51,8 +51,8 @@ def plot_budget(engine: EngineView, file: str | os.PathLike[str]) -> None:
     """Draw the predicted throughput over memory, with the chosen point and the measured one.
 
     Args:
-        engine: with a budget, some steps after it began.
-        file: to write; its ending says in what format, as ".png" or ".svg".
+        engine: has a budget and has run some steps.
+        file: path to write; its suffix, such as ".png" or ".svg", selects the format.
 
     Raises:
         OffloadError: if the engine has no budget, or has not decided yet.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies to choose from: how much stays on the device, what waits, and what comes back when. No torch here.
+"""Settings of the policies: how much stays on the device, when compute waits, what comes back when. No torch here.
 
 A policy is chosen once, by `OffloadConfig.policy`. docs/plan.md says what each does at which boundary.
 """
@@ -32,7 +32,7 @@ class LowestPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBounds:
-    """Works as `LowestPeak`, with a bound in bytes in place of one or both of its own.
+    """Works like `LowestPeak`, with a bound in bytes instead of one or both of its own.
 
     Raises:
         ValueError: if a bound is negative, or none is given.
@@ -44,9 +44,9 @@ class FixedBounds:
     copies in only the last layer before the backward of a chunk has begun."""
 
     max_inflight_bytes: int | None = None
-    """How many bytes of copy-out may wait for their release before compute waits for the oldest, anywhere. If the link
-    is the bottleneck, more makes steps shorter and the peak higher (docs/performance.md). None: as `LowestPeak`, which
-    waits for all but the last copies when the backward of another chunk begins."""
+    """How many bytes of copy-out may be in flight before compute waits for the oldest, anywhere in a step. If the link
+    is the bottleneck, a larger bound makes steps shorter and the peak higher (docs/performance.md). None: as
+    `LowestPeak`, which waits for all but the last copies when the backward of another chunk begins."""
 
     def __post_init__(self) -> None:
         if self.horizon_bytes is None and self.max_inflight_bytes is None:
@@ -58,9 +58,9 @@ class FixedBounds:
 class ResidentBudget:
     """Keeps as many saved bytes on the device as fit into a budget; only the rest moves.
 
-    Compute waits for a copy-out only if the budget would be exceeded. Copy-ins run as far ahead as the budget allows,
-    during a forward within a quarter of it. If the link is the bottleneck, a budget of the bytes that two forwards of a
-    chunk save makes steps shorter than `LowestPeak`.
+    Compute waits for a copy-out only if the budget would be exceeded. Copy-ins run as far ahead as the budget allows;
+    during a forward they use at most a quarter of it. If the link is the bottleneck, a budget of the bytes that two
+    forwards of a chunk save makes steps shorter than `LowestPeak`.
 
     Raises:
         ValueError: if the budget is negative.
@@ -68,7 +68,7 @@ class ResidentBudget:
     """
 
     resident_bytes: int
-    """How many bytes of saved tensors groups may have on the device at once, the group that runs included."""
+    """How many bytes of saved tensors may be on the device at once, including the running group."""
 
     def __post_init__(self) -> None:
         _check_bytes(self, "resident_bytes")
@@ -76,7 +76,7 @@ class ResidentBudget:
 
 @dataclass(frozen=True)
 class ResidentLayers:
-    """A `ResidentBudget` of `num_layers` times the bytes of the largest layer so far, for groups that have layers.
+    """Works like a `ResidentBudget` of `num_layers` times the bytes of the largest layer so far; groups need layers.
 
     Raises:
         ValueError: if `num_layers` is below one.
@@ -94,9 +94,8 @@ class ResidentLayers:
 class GroupWindow:
     """Keeps at most `num_groups` groups on the device: `activation_loading_horizon` of SageMaker's SMP v2.
 
-    In forward these are groups being copied out, including one still in use; in backward groups copied in and not
-    released, including the one in use. A retained graph keeps groups that its first backward copied in, beyond this
-    bound.
+    In forward these are groups being copied out, including one still in use; in backward, groups copied in and not
+    released, including the one in use. Groups that a retained graph keeps after its first backward are not counted.
 
     Raises:
         ValueError: if `num_groups` is below one, or a bound is negative.
@@ -104,7 +103,7 @@ class GroupWindow:
     """
 
     num_groups: int = 2
-    """With 1 no copy overlaps anything."""
+    """With 1, no copy overlaps compute."""
 
     max_inflight_bytes: int | None = None
     """See `FixedBounds`."""
@@ -136,11 +135,11 @@ class PrefetchWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The moves of `LowestPeak`, `FixedBounds` or a `ResidentBudget`, planned before each step from the second on.
+    """Plans the moves of `LowestPeak`, `FixedBounds` or a `ResidentBudget` before each step from the second on.
 
-    For schedules that are known, as those of pipelines: `OffloadEngine.plan` shows what the step does at which
-    boundary. With a budget the plan knows what is needed next, and moves less than `ResidentBudget` guesses. The first
-    step, and steps without a schedule, go as under the reactive policy with the same bounds.
+    For known schedules, such as those of pipelines: `OffloadEngine.plan` shows what the step does at which boundary.
+    With a budget the plan knows what is needed next, and moves less than `ResidentBudget`, which guesses. The first
+    step, and steps without a schedule, run under the reactive policy with the same bounds.
 
     Raises:
         ValueError: for a negative bound, and for a budget beside another bound.
@@ -157,7 +156,7 @@ class Planned:
     def __post_init__(self) -> None:
         _check_bytes(self, "horizon_bytes", "max_inflight_bytes", "resident_bytes")
         if self.resident_bytes is not None and (self.horizon_bytes, self.max_inflight_bytes) != (None, None):
-            raise ValueError("resident_bytes bounds what the other bounds do: set it alone")
+            raise ValueError("resident_bytes replaces the other bounds: set it alone")
 
 
 PolicySettings = Planned | LowestPeak | FixedBounds | ResidentBudget | ResidentLayers | GroupWindow | PrefetchWindow
@@ -202,7 +201,7 @@ def policy_for(
         raise ValueError(f"{' and '.join(given)} bound the same thing: set one of them")
     if planned:
         if horizon_groups is not None or prefetch_groups is not None:
-            raise ValueError("a window of groups cannot be planned: leave planned out")
+            raise ValueError("a window of groups cannot be planned: omit planned")
         return Planned(
             horizon_bytes=horizon_bytes, max_inflight_bytes=max_inflight_bytes, resident_bytes=resident_bytes
         )

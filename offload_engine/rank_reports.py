@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankReports`: one table of a recorded step of all ranks, without a collective.
+"""`RankReports`: makes one table of a recorded step of all ranks, without a collective.
 
-Ranks leave their sums in the store of the process group, and rank 0 fetches it. So no rank has to take
-part, no group of GPUs is used, and a rank that does not come costs the others nothing but a table without it.
+Ranks put their sums into the store of the process group, and rank 0 fetches them. So no GPU communicator is used, and
+if a rank does not take part, the others only get a table without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankReports:
 
     Args:
         name: distinguishes reports that are gathered at the same time; the same on all ranks.
-        timeout_s: how long rank 0 looks for those that are announced, from its first look on.
+        timeout_s: how long rank 0 looks for announced records, from its first look on.
     """
 
     def __init__(self, name: str, timeout_s: float = 20.0) -> None:
@@ -49,7 +49,7 @@ class RankReports:
             self._ticket = store.add(_ANNOUNCED, 1)
 
     def share(self, record: StepRecord | None) -> bool:
-        """Send what `announce` declared.
+        """Send the record that `announce` declared.
 
         Args:
             record: of this rank, if it has one.
@@ -66,10 +66,10 @@ class RankReports:
         return rank == 0 and not self._ticket  # without its process group every rank seems to be rank 0
 
     def table(self, is_last_look: bool = False) -> str | None:
-        """Return the tables of all ranks on rank 0, once all are there or time is up.
+        """Return the tables of all ranks on rank 0, once all have arrived or time is up.
 
         Args:
-            is_last_look: give up on ranks that are not there.
+            is_last_look: do not wait for ranks that have not arrived.
 
         Returns:
             None: look again. Empty: none has a record.
@@ -86,7 +86,7 @@ class RankReports:
         return text
 
     def _look(self, store: Any) -> None:
-        """Take the sums that ranks have shared since the last look out of the store."""
+        """Fetch the sums that ranks have shared since the last look from the store."""
         if self._missing is None:
             num_announced = store.add(_ANNOUNCED, 0)
             store.add(_ANNOUNCED, -num_announced)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads recorded steps: where the bytes went, why a tensor stayed, what moved when.
+"""Reports on recorded steps: where the bytes went, why a tensor stayed, what moved when.
 
 python -m offload_engine.report trace.json.gz                       tables by module, and of the links
 python -m offload_engine.report rank0.json rank1.json --rank 1      of one rank
@@ -43,30 +43,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offload_engine.report", description="Read recorded steps.")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="written by a recording; .gz where compressed")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="written by a recording; .gz if compressed")
     parser.add_argument("--rank", type=int, help="only of this rank")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument(
         "--why",
         metavar="PATTERN",
-        help="what became of the saved tensors whose module, group, shape (4096x512), dtype or reason matches",
+        help="what happened to the saved tensors whose module, group, shape (4096x512), dtype or reason matches",
     )
-    answers.add_argument("--moves", action="store_true", help="the moves, one in a line")
+    answers.add_argument("--moves", action="store_true", help="the moves, one per line")
     answers.add_argument(
         "--merge",
         metavar="TRACE",
-        help="write one trace of all files, among them what torch.profiler has exported, for ui.perfetto.dev",
+        help="write one trace of all files, which may include exports of torch.profiler, for ui.perfetto.dev",
     )
-    parser.add_argument("--group", help="of --moves only those of a group (0.3:5), chunk (0.3) or name")
+    parser.add_argument("--group", help="with --moves: only those of a group (0.3:5), chunk (0.3) or name")
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with an error where an option would have no effect beside another one."""
+    """Exit with an error if an option would have no effect beside another one."""
     if options.merge is not None and options.rank is not None:
         parser.error("argument --rank: not allowed with argument --merge, which merges all ranks of the files")
     if options.group is not None and (options.merge is not None or options.why is not None):
-        parser.error("argument --group: only of --moves")
+        parser.error("argument --group: only allowed with argument --moves")
 
 
 def _answer(records: Sequence[StepRecord], options: argparse.Namespace) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which one rank runs the forward and backward of its model chunks.
+"""Computes the order in which one rank runs the forwards and backwards of its model chunks.
 
 The engine prefetches in this order. It is computed in each step from the pipeline's shape, so there is no warm-up step
 and no state to invalidate when the number of microbatches changes.
@@ -67,7 +67,7 @@ def interleaved(
     """Return interleaved 1F1B, on the rank that holds pipeline stage `stage` of `num_stages`.
 
     Args:
-        num_stages: pipeline-parallel size; at least 2, a single stage never interleaves.
+        num_stages: pipeline-parallel size; at least 2, because a single stage never interleaves.
         stage: pipeline rank.
         num_virtual_stages: model chunks of each rank.
         num_microbatches: microbatches of a step, for each model chunk.
@@ -107,7 +107,7 @@ def validate_actions(actions: Iterable[Action]) -> None:
     """Check that each chunk runs forward once and then backward once.
 
     Raises:
-        ValueError: if not; names the action that is out of place.
+        ValueError: if one does not; names the action that is out of place.
     """
     seen: dict[Action, int] = {}
     for position, action in enumerate(actions):
@@ -128,12 +128,12 @@ def count_alive(actions: Iterable[Action]) -> list[int]:
 
 
 def backward_at_once(actions: Sequence[Action], is_combined: bool = False) -> frozenset[ChunkKey]:
-    """Find the chunks whose backward is the next thing after their forward.
+    """Return the chunks whose backward follows their forward at once.
 
     Args:
         actions: of one rank.
         is_combined: a forward and the backward after it run together, unless they are of the same chunk. (A pipeline
-            so short that it combines nothing is treated alike: it keeps the last groups of one chunk more.)
+            too short to combine any is treated the same way: it keeps the last groups of one more chunk.)
     """
     steps: list[list[Action]] = []
     for action in actions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of memory as people type them: "60GiB", "60G", "512MiB", "1.5 GB", "1048576", "90%", "auto". No torch here."""
+"""Parses and formats sizes of memory: "60GiB", "60G", "512MiB", "1.5 GB", "1048576", "90%", "auto". No torch here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARES = ", a share (90%), or auto"
 
 
 class Size(NamedTuple):
-    """A size that may depend on the memory there is: bytes, a share of it, or, without both, all but a margin.
+    """A size that may depend on the total memory: bytes, a share of it, or, without either, all but a margin.
 
     `str()` gives a text that `parse_size` reads as the same size.
     """
@@ -34,9 +34,9 @@ class Size(NamedTuple):
     """Above 0, at most 100."""
 
     def resolve(self, total_bytes: int, margin_bytes: int = 0) -> int:
-        """Return the bytes of this size where there are `total_bytes`, of which "auto" leaves `margin_bytes`.
+        """Return the bytes of this size, of a total of `total_bytes`, of which "auto" leaves `margin_bytes`.
 
-        A size in bytes is returned as it is, even above the total. A share is rounded down.
+        A size in bytes is returned unchanged, even above the total. A share is rounded down.
         """
         if self.nbytes is not None:
             return self.nbytes
@@ -63,7 +63,7 @@ def parse_size(text: str) -> Size:
 
 
 def parse_bytes(text: str, unit: str = "B") -> int:
-    """Parse a size in bytes; a fraction of a byte is dropped.
+    """Parse a size in bytes; a fraction of a byte is truncated.
 
     Args:
         text: a whole number, or a number with a unit.
@@ -73,12 +73,12 @@ def parse_bytes(text: str, unit: str = "B") -> int:
         ValueError: for anything else, a negative size, a share and "auto".
     """
     if text.strip().lower() == _AUTO or text.strip().endswith("%"):
-        raise ValueError(f"{text!r} depends on how much there is, which has no meaning here: {_accepted(unit)}")
+        raise ValueError(f"{text!r} depends on a total, and there is none here: {_accepted(unit)}")
     return _whole(text, *_split(text, unit))
 
 
 def size_setting(name: str, value: Any, parse: Callable[[str], _Parsed]) -> _Parsed | int | None:
-    """Return the value of a setting that is a size: bytes as they are, a text as `parse` reads it; None if not set.
+    """Return the value of a setting that is a size: bytes unchanged, text as `parse` reads it, None if it is not set.
 
     Raises:
         ValueError: if it is not a size; names the setting.
@@ -98,7 +98,7 @@ def size_setting(name: str, value: Any, parse: Callable[[str], _Parsed]) -> _Par
 
 
 def bytes_flag(unit: str = "B") -> Callable[[str], int]:
-    """Return the `type` of a flag of argparse that takes a size in bytes, as `parse_bytes`."""
+    """Return the `type` of an argparse flag that takes a size in bytes, as `parse_bytes`."""
 
     def parse(text: str) -> int:
         try:
@@ -110,12 +110,12 @@ def bytes_flag(unit: str = "B") -> Callable[[str], int]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return a size for people, in GiB with two digits; `str(Size(nbytes))` is exact."""
+    """Return a readable size, in GiB with two digits; `str(Size(nbytes))` is exact."""
     return f"{nbytes / _BINARY['GiB']:,.2f} GiB"
 
 
 def short_size(nbytes: int) -> str:
-    """Return a size for people, in the largest binary unit of which there is one: "12.40 GiB", "383 MiB", "12 KiB"."""
+    """Return a readable size, in the largest binary unit that it reaches: "12.40 GiB", "383 MiB", "12 KiB"."""
     if nbytes >= _BINARY["GiB"]:
         return format_bytes(nbytes)
     unit = next((unit for unit in ("MiB", "KiB") if nbytes >= _BINARY[unit]), "B")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of one iteration, for reporting only: the engine makes no decision by them."""
+"""Counts what one iteration did, for reporting only: the engine decides nothing by these counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GIB = 1 << 30
 
 
 class StepTimes(NamedTuple):
-    """How long a step took on its device, and how long compute stood still in it for copies."""
+    """How long a step took on its device, and how long compute waited for copies in it."""
 
     step_ms: float
     waited_ms: float
@@ -38,13 +38,13 @@ class IterationStats:
     num_offloaded_groups: int = 0
     """Groups with at least one storage copied out."""
     num_kept_groups: int = 0
-    """Groups that the plan keeps resident."""
+    """Groups that stay resident because their backward comes at once."""
     kept_bytes: int = 0
-    """Bytes that the groups kept by the plan saved, over the whole iteration."""
+    """Bytes saved by these groups, over the whole iteration."""
     num_unplanned_groups: int = 0
-    """Groups that differed from those of the plan: their chunks went on without it."""
+    """Groups that differed from the plan, so that their chunks continued without it."""
     num_outgrown_groups: int = 0
-    """Groups that were chosen to be kept, but left: they, or all that was resident, had grown since."""
+    """Groups that were chosen to be kept, but left, because they or the sum of resident bytes had grown since."""
     num_host_limit_groups: int = 0
     """Groups that stayed resident because the host tier had no room."""
     num_emptied_storages: int = 0
@@ -70,7 +70,7 @@ class IterationStats:
         """Return what the step moved, held and waited for, as one line.
 
         Args:
-            times: of this step or one like it; None: the line says nothing of waits.
+            times: of this step or one like it; None: the line does not mention waits.
         """
         if not self.num_groups:
             return "no step yet"

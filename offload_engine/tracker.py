@@ -14,7 +14,7 @@ from offload_engine.meter import ResidencyMeter
 
 
 class SavedTensorTracker:
-    """Context manager that counts on `meter` every tensor saved inside it, unless inner hooks pack it.
+    """Counts on `meter` every tensor saved inside this context manager, unless inner hooks pack it.
 
     It moves nothing and changes no value: autograd gets back the saved tensor, detached.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class GroupTraits(NamedTuple):
-    """Facts about one group that policies decide by. Set when the group opens; they never change."""
+    """Facts about one group by which policies decide. Set when the group opens; they never change."""
 
     keep: bool = False
     """The backward of the group comes at once, so it stays on the device. `ChunkOffloadHandler.offload_kept_groups`

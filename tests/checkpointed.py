@@ -22,23 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from offload_engine import WrapperHandle
+from tests.decoders import HIDDEN, LENGTH, VOCABULARY, make_decoder
 
-HIDDEN, LENGTH, BATCH, DEPTH, VOCABULARY = 32, 16, 2, 4, 64
+BATCH, DEPTH = 2, 4
 INPUT_BYTES = BATCH * LENGTH * HIDDEN * 4
 
 WAYS = ("transformers", "transformers reentrant", "pytorch", "pytorch reentrant")
 FAMILIES = ("llama", "qwen2")
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "num_hidden_layers": DEPTH,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "attention_dropout": 0.1,
-    "use_cache": False,
-}
 
 
 class Block(nn.Module):
@@ -100,7 +90,7 @@ class WatchedBlock(nn.Module):
         return y.cos()
 
 
-class WatchedStack(nn.Module):
+class WatchedStack(Stack):
     """`WatchedBlock`s, whose recomputations can be told from the rest of their backwards.
 
     Attributes:
@@ -111,18 +101,10 @@ class WatchedStack(nn.Module):
     def __init__(
         self, call: Callable[..., torch.Tensor] = operator.call, begin: Callable[[torch.Tensor], torch.Tensor] = double
     ) -> None:
-        super().__init__()
-        self.first = nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = nn.ModuleList(WatchedBlock(self._note, begin) for _ in range(DEPTH))
-        self.call = call
+        super().__init__(0, call)
+        self.blocks.extend(WatchedBlock(self._note, begin) for _ in range(DEPTH))
         self.look: Callable[[], Any] = lambda: None
         self.seen: list[tuple[int, Any]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = self.call(block, x)
-        return x.square().mean()
 
     def _note(self) -> None:
         refs = [ref for block in self.blocks for ref in block.recomputed]  # type: ignore[union-attr]
@@ -137,12 +119,7 @@ def make_language_model(family: str, way: str | None = None, **changes: Any) -> 
         way: one of `WAYS` to checkpoint its layers; None: none.
         changes: to its configuration.
     """
-    import transformers
-
-    torch.manual_seed(0)
-    name = {"llama": "Llama", "qwen2": "Qwen2"}[family]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    model: Any = make_decoder(family, DEPTH, **{"use_cache": False, **changes})
     if way is not None:
         enable_checkpointing(model, way, type(model.model.layers[0]))
     return model
@@ -172,31 +149,6 @@ def enable_checkpointing(model: Any, way: str, layer: type[nn.Module]) -> None:
 def random_tokens(seed: int) -> torch.Tensor:
     """Draw a batch, the same for the same seed."""
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def train(model: nn.Module, num_steps: int = 2, num_microbatches: int = 2) -> list[torch.Tensor]:
-    """Run steps with accumulated gradients, and evaluation in between.
-
-    Returns:
-        Every loss, every gradient of every step, and every weight at the end.
-    """
-    torch.manual_seed(1)  # of dropout
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[torch.Tensor] = []
-    for step in range(num_steps):
-        for microbatch in range(num_microbatches):
-            tokens = random_tokens(10 * step + microbatch)
-            loss = model(tokens, labels=tokens).loss
-            loss.backward()
-            seen.append(loss.detach())
-        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            seen.append(model(random_tokens(99)).logits)
-        model.train()
-    return seen + [p.detach() for p in model.parameters()]
 
 
 def all_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,15 @@ def _equal(mine: Any, theirs: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def make_decoder(kind: str, num_layers: int = 4, device: str = "cpu", **settings: Any) -> nn.Module:
-    """Make a "qwen2" (biases in attention, tied embedding) or a "llama", with the same weights each time."""
+def make_decoder(kind: str, num_layers: int = 4, device: str | None = None, **settings: Any) -> nn.Module:
+    """Make a "qwen2" (biases in attention, tied embedding) or a "llama", with the same weights each time.
+
+    Args:
+        kind: see above.
+        num_layers: of the decoder.
+        device: None: the default one.
+        settings: of its configuration.
+    """
     torch.manual_seed(7)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -47,11 +55,10 @@ def make_decoder(kind: str, num_layers: int = 4, device: str = "cpu", **settings
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 2 * LENGTH,
         "attention_dropout": 0.1,
         **settings,
     }
-    with torch.device(device):
+    with torch.device(device) if device is not None else nullcontext():
         if kind == "qwen2":
             from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -93,7 +93,7 @@ class EngineRank:
 
     def begin_step(self) -> None:
         self.device.clocks.begin_step()
-        self.engine.pool.take_all_back()  # of the step before, whose clocks have been set back
+        self.engine.pool.reset()  # of the step before, whose clocks have been set back
         self.engine.begin_iteration(self.job.actions, is_combined=self._is_combined)
 
     def run(self, action: Action) -> None:

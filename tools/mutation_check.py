@@ -56,8 +56,8 @@ _Numbered = tuple[int, Mutation]
 _Item = _Numbered | tuple[int, tuple[str, ...]]  # or tests of an unchanged copy, numbered below 0
 _KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in files of results
 
-_WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
-_EVENT_ARGUMENTS = {"give_back": 1, "put": 3, "give_up_part": 0}  # method -> position of the events it hands over
+_WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|_?await_\w+|_?wait_for\w*)$")
+_EVENT_ARGUMENTS = {"return_lease": 1, "put": 3, "return_parts": 0}  # method -> position of the events it hands over
 _WAITED_FOR = ("events", "readers", "pending", "copied_out", "copied_in", "last_read")  # attributes: it is, later
 _NOT_FOR_ORDER = "early wait"  # in a comment on a wait: it only comes sooner than the one that keeps the order
 
@@ -226,7 +226,7 @@ def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
     if isinstance(node, ast.Call) and (position := _EVENT_ARGUMENTS.get(name_of(node))) is not None:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if position < len(arguments):
-            nothing = "None" if name_of(node) == "give_up_part" else "()"
+            nothing = "None" if name_of(node) == "return_parts" else "()"
             yield mutation(arguments[position], nothing, f"{name_of(node)} without its events", source, path)
     if isinstance(node, ast.Assign) and ast.unparse(node.value) not in ("None", "()"):
         for target in node.targets:

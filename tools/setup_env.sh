@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Creates the virtual environment with the tested versions of constraints-*.txt. A second run finds it and does nothing.
+# Creates the virtual environment with the tested versions of a constraints file. A second run finds it and does nothing.
 #
 #   tools/setup_env.sh [EXTRAS]      extras of pyproject.toml, comma-separated; default megatron,plots,test
 #
 # Environment:
 #   PYTHON   interpreter to use; default python3.11, else the first of python3, python3.12, python3.13 that is new enough
 #   VENV     where to put the environment; default .venv in the repository
+#   CONSTRAINTS  the versions; default constraints-py311.txt or constraints-py312.txt, by the interpreter
 #   TE_WHEELS  a directory holding a built transformer_engine_torch wheel, for the extra "te"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -48,8 +49,8 @@ else
 fi
 version=$(version_of "$python")
 case $version in
-    3.11) constraints=constraints-py311.txt ;;
-    *) constraints=constraints-py312.txt ;;
+    3.11) constraints=${CONSTRAINTS:-constraints-py311.txt} ;;
+    *) constraints=${CONSTRAINTS:-constraints-py312.txt} ;;
 esac
 
 # The stamp changes with everything that decides what is installed, and is written last.

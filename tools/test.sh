@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs the test extras (once) and runs the tests, two at a time. Arguments go to pytest: tools/test.sh -k parity
-# PYTHON, VENV, EXTRAS and TE_WHEELS choose the environment, see tools/setup_env.sh.
+# PYTHON, VENV, EXTRAS, CONSTRAINTS and TE_WHEELS choose the environment, see tools/setup_env.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}

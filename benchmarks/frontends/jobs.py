@@ -105,9 +105,6 @@ def describe_device(device: str) -> dict[str, Any]:
 
 def _workload(settings: Namespace) -> Workload:
     torch.set_num_threads(1 if settings.device == "cpu" else torch.get_num_threads())
-    if settings.device_bytes:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.device_bytes / total))
     return Workload(settings.shape, settings.device, settings.documents)
 
 

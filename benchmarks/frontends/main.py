@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from . import jobs
 
     all_host_bytes = min(psutil.virtual_memory().total, available_host_bytes())  # of the machine, or its container
-    settings.host_bytes = settings.host_bytes or int(0.8 * all_host_bytes)
+    settings.host_bytes = int(0.8 * all_host_bytes)  # of a contender
     device = run_apart(jobs.describe_device, settings.device, seconds=120.0, host_bytes=all_host_bytes)
     if device.failure:
         print(f"no GPU: {device.failure}; --device cpu --tiny tries the program without one", file=sys.stderr)
@@ -66,8 +66,6 @@ class Run:
         self._records = Records(settings.json)
         self._failed: set[str] = set()
         self._device_bytes = device["free_bytes"]
-        if self._device_bytes and settings.device_bytes:
-            self._device_bytes = min(self._device_bytes, settings.device_bytes)
         plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, tuple, dict))}
         shape = dataclasses.asdict(settings.shape)
         self._description: Record = {"kind": "run", **provenance(_PACKAGES), **plain, "shape": shape, **device}

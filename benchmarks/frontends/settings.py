@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.flags import (
     add_engine_flag,
     add_flags,
-    bytes_flag,
     engine_settings,
     input_file,
     new_parser,
@@ -90,7 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; on a mistake end the process with a message, as argparse does.
 
     Returns:
-        The flags by name, with defaults that depend on others filled in, and `shape` and `engine_host_bytes`.
+        The flags by name, with defaults that depend on others filled in, and `shape` and `engine`.
     """
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -98,9 +97,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     values |= {f.name: given for f in dataclasses.fields(Shape) if (given := getattr(args, f.name)) is not None}
     values.setdefault("layers", 4 if args.tiny or args.longest else default_layers(values["seq"]))
     args.shape = Shape(**values)
-    args.longest_unit = args.longest_unit or (32 if args.tiny else 8192)
+    args.longest_unit = 32 if args.tiny else 8192  # tokens
     args.contender_seconds = args.contender_seconds or (90.0 if args.longest else 15.0)
-    args.group_bytes = 4096 if args.group_bytes is None and args.tiny else args.group_bytes
+    args.group_bytes = 4096 if args.tiny else None  # of manage_activations
     length = args.longest_unit if args.longest else args.shape.seq
     unknown = [name for name in args.contenders if name not in CONTENDERS]
     refuse(
@@ -109,7 +108,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
             "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
             < 1,
-            "--host-gib and --device-gib must be positive": 0 in (args.host_bytes, args.device_bytes),
             "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
             "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
             "--resume continues a search of --longest: add --longest": args.resume and not args.longest,
@@ -133,8 +131,6 @@ def _parser() -> argparse.ArgumentParser:
     sizes = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Shape)]
     add_flags(parser, *((size, int, None, "instead of the default, Qwen2-7B's") for size in sizes))
     add_engine_flag(parser)
-    parser.add_argument("--host-gib", dest="host_bytes", type=bytes_flag("GiB"), help="of a contender (default 80%%)")
-    parser.add_argument("--device-gib", dest="device_bytes", type=bytes_flag("GiB"), help="as on a smaller GPU")
     parser.add_argument("--contenders", type=words, default=tuple(CONTENDERS), metavar="A,B", help="in order; else all")
     rivals = "folder with verl/utils/activation_offload.py, trl/models/activation_offloading.py and "
     rivals += "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed"
@@ -144,11 +140,9 @@ def _parser() -> argparse.ArgumentParser:
         ("--iters --iters-per-round", int, 3, "timed steps of a turn"),
         ("--warmup", int, 2, "steps before the turn's peaks are reset"),
         ("--contender-seconds", float, None, "bound of each contender over all its turns (15, with --longest 90)"),
-        ("--group-bytes", bytes_flag(), None, "of manage_activations"),
         ("--rivals", Path, None, rivals),
         ("--recording", bool, False, "what it costs to record steps, at 4096, 8192 and 16384 tokens or at --seq"),
         ("--longest", bool, False, "find the longest sequence that each contender trains"),
-        ("--longest-unit", int, None, "precision of --longest in tokens (8192)"),
         ("--longest-upper", int, None, "upper bound of --longest; else it is computed"),
         ("--total-seconds", float, 330.0, "of --longest, which reports what it has found until then"),
         ("--resume", input_file, None, "go on with --longest from the --json of an earlier run of the same kind"),
@@ -162,4 +156,4 @@ def _parser() -> argparse.ArgumentParser:
 
 def engine_host_bytes(args: argparse.Namespace) -> int:
     """Return the host bytes for an engine: less than those of a contender, because its process takes some too."""
-    return int(args.engine.get("host_limit_bytes", 0.9 * (args.host_bytes or 0)))
+    return int(args.engine.get("host_limit_bytes", 0.9 * args.host_bytes))

@@ -19,7 +19,7 @@ from .settings import file_of, in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
-_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "overlap", "deterministic", "single_thread")
+_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic", "single_thread")
 _NOTICED_BYTES = 64 * MIB  # cuBLAS keeps a workspace of 32 MiB for each stream: not a leak of the contender
 
 
@@ -68,7 +68,7 @@ class Run:
         counts = Counts(settings.warmup, settings.iters)
         num_steps = settings.rounds * len(settings.entries) * counts.total
         self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
-        config = make_config(settings.shape, settings.deterministic, **settings.overlap)
+        config = make_config(settings.shape, settings.deterministic, **settings.model)
         self._chunks = build_chunks(settings.shape, config)
         self._gauge = CudaGauge()
         self._bench = Bench(Training(settings.shape, self._chunks), ranks, self._gauge, counts, self._show)

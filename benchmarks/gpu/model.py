@@ -69,9 +69,10 @@ def _gpu(rank: int, is_shared: bool) -> torch.device:
 
 def make_config(shape: Shape, deterministic: bool, **more: Any) -> Any:
     """Make the TransformerConfig, with every kind of offload and of recomputation off; `more` are fields of it."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    config = TransformerConfig(
+    config_class = MLATransformerConfig if more.get("multi_latent_attention") else TransformerConfig
+    config = config_class(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -120,12 +121,16 @@ def build_chunks(shape: Shape, config: Any) -> list[torch.nn.Module]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    experts = dict(num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts))
+    kinds = dict(
+        num_experts=shape.experts or None,
+        moe_grouped_gemm=bool(shape.experts),
+        multi_latent_attention=config.multi_latent_attention,
+    )
     chunks = []
     for stage in range(shape.vpp) if shape.vpp else [None]:
         chunk = GPTModel(
             config,
-            get_gpt_layer_with_transformer_engine_spec(**experts),
+            get_gpt_layer_with_transformer_engine_spec(**kinds),
             shape.vocab,
             shape.seq,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

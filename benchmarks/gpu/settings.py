@@ -27,6 +27,12 @@ KINDS = ("none", "ours", "copies", "incumbent", "recompute")
 _OFFLOAD = ("ours", "copies", "incumbent")
 BF16_BYTES = 2
 
+LATENTS: dict[str, Any] = {
+    **{"multi_latent_attention": True, "rope_type": "rope", "q_lora_rank": 1536, "kv_lora_rank": 512},
+    **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
+}
+"""Fields of the configuration for attention with latents, whose heads are as large as those without."""
+
 RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
 """What can be recomputed beside offload: values of `recompute_modules`."""
 
@@ -121,7 +127,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; on a mistake end the process with a message, as argparse does.
 
     Returns:
-        The flags by name, and `shape`, `entries`, `engine` and `overlap` (fields of TransformerConfig).
+        The flags by name, and `shape`, `entries`, `engine` and `model` (fields of TransformerConfig).
     """
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -131,7 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         args.shape = dataclasses.replace(preset.shape, **changes)
         args.entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
         args.engine = engine_settings(args)
-        args.overlap = _overlap(args)
+        args.model = {**_overlap(args), **(LATENTS if args.latents else {})}
     except ValueError as error:
         parser.error(str(error))
     kinds = {entry.kind for entry in args.entries}
@@ -240,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(
         parser,
         ("--contenders", str, "ours,none,incumbent", f"{kinds}recompute: all layers, one by one)"),
+        ("--latents", bool, False, "multi-latent attention, in which all norms are modules of their own"),
         ("--overlap-a2a", bool, False, "overlap all-to-all with computation (overlap_moe_expert_parallel_comm)"),
         ("--delay-wgrad", bool, False, "with --overlap-a2a: also delay_wgrad_compute"),
         ("--rounds", int, 3, "times all contenders take their turn"),

@@ -24,10 +24,10 @@ class Judged(NamedTuple):
     for, was queued behind them. An upper bound: what the small copy needed may have been computed meanwhile."""
 
 
-def judge(trace: Trace, activation_bytes: int) -> list[Judged]:
-    """Judge all waits of a step; a copy of fewer than `activation_bytes` is a read."""
-    large = [copy for copy in trace.copies if copy.nbytes >= activation_bytes]
-    small = [copy for copy in trace.copies if copy.nbytes < activation_bytes]
+def judge(trace: Trace) -> list[Judged]:
+    """Judge all waits of a step."""
+    large = [copy for copy in trace.copies if copy.is_of_activations]
+    small = [copy for copy in trace.copies if not copy.is_of_activations]
     copying = union(copy.span for copy in large)
     others = [copy.span for copy in small] + [kernel.span for kernels in trace.kernels.values() for kernel in kernels]
     busy = union(others)

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.flags import add_flags, bytes_flag, input_file, new_parser
+from benchmarks.flags import add_flags, input_file, new_parser
 from benchmarks.tables import Column, Record, show, table
 
 from .caused import Judged, judge, summarize
@@ -51,18 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Record] = []
     for label, file in tqdm(args.traces, desc="traces", unit="file"):
         trace = read_trace(file)
-        found[label] = trace, judge(trace, args.activation_bytes)
+        found[label] = trace, judge(trace)
         rows += summarize(label, found[label][1])
     pauses: list[Record] = []
     (first, (reference, _)), *others = found.items()
     for label, (trace, _) in others if args.pauses else ():
-        pauses += [{"label": label, **row} for row in compare(reference, trace, args.activation_bytes)]
+        pauses += [{"label": label, **row} for row in compare(reference, trace)]
     title = f"the kernels that {first} has too, and the pauses in front of them"
     show(table("host waits of one step", _WAITS, rows, args.markdown), table(title, _PAUSES, pauses, args.markdown))
-    if args.json:
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *pauses]))
     if args.picture:
-        draw(found, args.picture, args.activation_bytes, args.span_ms * 1e3, 1e3 * (args.limit_ms or 0.1))
+        draw(found, args.picture, args.span_ms * 1e3, 1e3 * (args.limit_ms or 0.1))
     return int(args.limit_ms is not None and rows[-1]["longest_caused_us"] > 1e3 * args.limit_ms)
 
 
@@ -79,12 +76,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("traces", nargs="+", type=_labelled_file, metavar="[LABEL=]FILE", help=files)
     add_flags(
         parser,
-        ("--activation-bytes", bytes_flag(), 1 << 20, "copies of activations have so many bytes or more"),
         ("--pauses", bool, False, "compare kernels, and the pauses in front of them, with those of the first trace"),
         ("--picture", Path, None, "picture of what streams and host did around the longest wait"),
         ("--span-ms", float, 40.0, "how much time it shows"),
         ("--limit-ms", float, None, "fail if a copy caused a longer wait in the last trace"),
-        ("--json", Path, None, "one JSON object a row of the table"),
         ("--markdown", bool, False, "print the tables as Markdown"),
     )
     args = parser.parse_args(arguments)

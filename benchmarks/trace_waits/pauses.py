@@ -29,7 +29,7 @@ class Pause(NamedTuple):
     """How long before the pause the host had begun to launch the kernel behind it."""
 
 
-def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[str, Any]]:
+def compare(reference: Trace, other: Trace) -> list[dict[str, Any]]:
     """Compute by how much the pauses of `other` are longer than those of `reference`, by cause.
 
     And what its kernels are longer by, which slower memory or a slower clock of the GPU does to them.
@@ -40,7 +40,7 @@ def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[
     before = _kernels(reference)
     after = _counterparts(before, _kernels(other))
     copies = {
-        is_out: union(c.span for c in other.copies if c.is_out is is_out and c.nbytes >= activation_bytes)
+        is_out: union(c.span for c in other.copies if c.is_out is is_out and c.is_of_activations)
         for is_out in (True, False)
     }
     found = [

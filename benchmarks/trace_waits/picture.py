@@ -17,19 +17,13 @@ _LANES = ("host waits", "copy-in", "copy-out", "other kernels", "compute")
 _COLORS = {"host waits": "tab:gray", "copy-in": "tab:blue", "copy-out": "tab:orange", "other kernels": "tab:olive"}
 
 
-def draw(
-    traces: Mapping[str, tuple[Trace, Sequence[Judged]]],
-    file: Path,
-    activation_bytes: int,
-    span_us: float,
-    noticed_us: float,
-) -> None:
+def draw(traces: Mapping[str, tuple[Trace, Sequence[Judged]]], file: Path, span_us: float, noticed_us: float) -> None:
     """Draw a panel of `span_us` for each trace; waits of which copies caused more than `noticed_us` are red."""
     with picture(file, len(traces), 1, figsize=(12, 0.8 + 1.9 * len(traces)), squeeze=False) as (_, panels):
         for axes, (label, (trace, judged)) in zip(panels[:, 0], traces.items(), strict=True):
             bound = window(trace, judged, span_us)
             for height, name in enumerate(_LANES):
-                _bars(axes, _lane(trace, name, activation_bytes), bound, height, _COLORS.get(name, "tab:green"))
+                _bars(axes, _lane(trace, name), bound, height, _COLORS.get(name, "tab:green"))
             red = [one.wait.span for one in judged if one.caused_us > noticed_us]
             _bars(axes, red, bound, 0, "tab:red")
             longest = max((one.caused_us for one in judged), default=0.0)
@@ -46,12 +40,12 @@ def window(trace: Trace, judged: Sequence[Judged], span_us: float) -> Span:
     return Span(begin, begin + span_us)
 
 
-def _lane(trace: Trace, name: str, activation_bytes: int) -> list[Span]:
+def _lane(trace: Trace, name: str) -> list[Span]:
     if name == "host waits":
         return [wait.span for wait in trace.waits]
     if name in ("copy-in", "copy-out"):
         is_out = name == "copy-out"
-        return [c.span for c in trace.copies if c.is_out is is_out and c.nbytes >= activation_bytes]
+        return [c.span for c in trace.copies if c.is_out is is_out and c.is_of_activations]
     main = trace.compute_stream
     streams = [stream for stream in trace.kernels if (stream == main) == (name == "compute")]
     return [kernel.span for stream in streams for kernel in trace.kernels[stream]]

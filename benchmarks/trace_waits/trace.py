@@ -19,6 +19,7 @@ Event = dict[str, Any]
 _SYNCHRONIZE = frozenset({"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpyAsync"})
 _QUERY = "cudaEventQuery"
 _READS = frozenset({"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::to"})
+_ACTIVATION_BYTES = 1 << 20
 _SPIN_GAP_US = 20.0  # between two queries of a spin there is little Python
 
 
@@ -30,6 +31,11 @@ class Copy(NamedTuple):
     is_out: bool
     issued: float
     """When the host called for it."""
+
+    @property
+    def is_of_activations(self) -> bool:
+        """Tell it from a small read."""
+        return self.nbytes >= _ACTIVATION_BYTES
 
 
 class Kernel(NamedTuple):

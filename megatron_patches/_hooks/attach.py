@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks around submodules of model chunks, and around the forward of each chunk, for one engine.
+"""Puts hooks around submodules of model chunks, and around the forward of each chunk, for one engine.
 
 Groups are on leaf submodules, because the all-to-all overlap and recomputation may call only these and not the layer
 or the chunk. An attachment holds no module, so it can be kept as long as its model lives.
@@ -56,11 +56,11 @@ class Attachment:
         Args:
             engine: moves the groups.
             chunks: this rank's model chunks, without wrappers, in the order of their virtual stages.
-            names: of the table, without those that are parts of another one.
+            names: names of the table, without those that are parts of another one.
             layers_per_checkpoint: number of fully recomputed layers that share one input, which is a group of its own;
                 None: these inputs are not offloaded.
-            num_layers: of each chunk that offload, the first ones; None: all.
-            min_bytes: smaller storages stay, by name and "" for the other names; None: `OffloadConfig` says.
+            num_layers: number of layers of each chunk that offload, from the first on; None: all.
+            min_bytes: smaller storages stay, by name and "" for the other names; None: as in `OffloadConfig`.
         """
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
@@ -97,12 +97,12 @@ class Attachment:
     def note_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Collect the parameters and buffers of `chunks`, which are not activations.
 
-        Call it at the end of a step: the device still has queued work then, and would idle at the start. A parameter or
+        Call it at the end of a step, when the device still has queued work; at the start it would idle. A parameter or
         buffer replaced between two steps is known one step later. Until then a new buffer, and a tensor detached from a
         new parameter, may move like activations.
 
         Args:
-            chunks: as in the constructor, not wrapped: `buffers` of DistributedDataParallel are other objects.
+            chunks: as in the constructor, without wrappers: `buffers` of DistributedDataParallel are other objects.
         """
         self._weights = [weakref.ref(t) for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
 
@@ -115,7 +115,7 @@ class Attachment:
         """Start a step: reset the counts of this rank's forwards.
 
         Args:
-            actions: of this step.
+            actions: schedule of this step.
             is_combined: forward and backward of two chunks run together, as in the all-to-all overlap.
         """
         self.held.begin_step()
@@ -126,9 +126,9 @@ class Attachment:
         """Start the next forward of virtual stage `stage`; return its handler, or None while the engine is passive.
 
         Args:
-            stage: of this rank.
-            has_head: `begin_head` will be called after the logits. If the backward comes at once, copy-outs are
-                released there.
+            stage: virtual stage of this rank.
+            has_head: `begin_head` will be called after the logits. If the backward comes at once, it releases
+                copy-outs.
         """
         if not self.engine.is_active:
             return None
@@ -139,7 +139,7 @@ class Attachment:
         return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head and at_once)
 
     @contextmanager
-    def left_after_errors(self) -> Iterator[None]:
+    def reset_after_errors(self) -> Iterator[None]:
         """Return a context manager that calls `reset` on exceptions."""
         try:
             yield
@@ -148,30 +148,30 @@ class Attachment:
             raise
 
     def reset(self) -> None:
-        """Leave every bracket that is still open after an exception."""
-        self._pause.leave()  # first: while hooks are paused a bracket has none to pop
+        """Abandon every group that is still open after an exception."""
+        self._pause.end()  # first: while hooks are paused a bracket has none to pop
         for bracket in reversed(self._brackets):
-            bracket.leave()
-        self._leave_called()
+            bracket.abandon()
+        self._end_called()
         self.recomputed.clear()
         self.held.clear()
         self.nodes.clear()
 
     def warn_of_unused_names(self) -> None:
-        """Warn, once, of each name whose submodules this rank has but no step has called."""
+        """Warn, once, about each name whose submodules this rank has but no step has called."""
         self._unused_names -= self.num_groups.keys()
         for name in sorted(self._unused_names):
             logger.warning("offload of %r: the model has its submodules, but this step did not call them", name)
         self._unused_names.clear()
 
     def close(self) -> None:
-        """Remove every hook and close the engine, also where a captured step lives. Idempotent."""
+        """Remove every hook and close the engine, even if a captured step exists. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         self._hooks.remove()
         self.reset()
-        # As a process ends, megatron-core has not dropped its graphs.
+        # At the end of a process, megatron-core has not dropped its graphs.
         for step in self.engine.graphs.steps:
             step.release()
         for layers in self.engine.graphs.layers:
@@ -220,8 +220,8 @@ class Attachment:
                 self._called.chunk.begin_head()
                 when_backward_begins(output, self._called.chunk.end_loss)
 
-        def leave_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
-            handler = self._leave_called()
+        def end_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
+            handler = self._end_called()
             if handler is not None and output is not None:  # None: the forward raised
                 handler.begin_head()  # needed if a fused loss reads only the head's weight and never calls the head
                 handler.end_forward()
@@ -233,30 +233,30 @@ class Attachment:
             self._hooks.handles.append(block.register_forward_pre_hook(begin_last_block))
         if head is not None:
             self._hooks.handles.append(head.register_forward_hook(begin_head))
-        self._hooks.handles.append(chunk.register_forward_hook(leave_chunk, always_call=True))
+        self._hooks.handles.append(chunk.register_forward_hook(end_chunk, always_call=True))
 
-    def _leave_called(self) -> ChunkOffloadHandler | None:
+    def _end_called(self) -> ChunkOffloadHandler | None:
         called, self._called = self._called, None
-        self._pause.leave()  # still paused only after a KeyboardInterrupt, for which torch runs no forward hook
+        self._pause.end()  # still paused only after a KeyboardInterrupt, for which torch runs no forward hook
         if called is None:
             return None
         called.ungrouped_hooks.__exit__(None, None, None)
         return called.chunk
 
     def _attach_sites(self, chunk: torch.nn.Module, sites: Sequence[Site]) -> None:
-        # Hooks run in the order of registration. On one submodule, a range that ends there is left first, then comes
-        # the submodule's own bracket, and a range that begins there is entered last.
+        # Hooks run in the order of registration. On one submodule, a range that ends there is committed first, then
+        # comes the submodule's own bracket, and a range that begins there is opened last.
         modules = dict(chunk.named_modules())
         last = {sites[ordinal] for ordinal in last_of_each_name(chunk, sites)}
         brackets = [self.bracket(site, site in last) for site in sites]
         for site in sites:
-            # Of its own: the module runs inside, and the hooks of the other bracket would end the group there.
+            # A separate bracket: the module runs inside, and the hooks of the other would end the group there.
             if inputs_of(site.name):
                 self.recomputed.add(site, self.bracket(site, site in last), modules)
         ranges = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self.nodes.add_ranges(bracket for _, bracket in ranges)
         for site, bracket in ranges:
-            self._hooks.leave_before(modules[str(site.until)], bracket)
+            self._hooks.commit_before(modules[str(site.until)], bracket)
         for site, bracket in zip(sites, brackets, strict=True):
             if site.until is None:
                 self._hooks.enclose(modules[site.path], bracket)

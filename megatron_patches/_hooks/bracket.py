@@ -18,7 +18,7 @@ _NO_TRAITS = GroupTraits()
 
 
 class ChunksAtOnce:
-    """The chunks of the running step whose backward follows their forward at once."""
+    """Knows the chunks of the running step whose backward follows their forward at once."""
 
     def __init__(self) -> None:
         self._keys: frozenset[ChunkKey] = frozenset()
@@ -34,7 +34,7 @@ class ChunksAtOnce:
 class GroupBracket:
     """Opens and closes the groups of one site in the model, one at a time.
 
-    While the engine is passive (evaluation, recomputation) no group is opened, and leaving is a no-op.
+    While the engine is passive (evaluation, recomputation) no group is opened, and a commit is a no-op.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class GroupBracket:
 
         Args:
             engine: moves the groups.
-            name: of the groups.
+            name: name of the groups.
             counter: counts the groups opened, by name.
             keeps: the chunks in which groups of this site stay resident; None: none.
-            traits: of the groups.
+            traits: traits of the groups.
         """
         self._engine = engine
         self._name = name
@@ -60,24 +60,24 @@ class GroupBracket:
         self._keeps = keeps
         self._traits = traits
         self._chunk: ChunkOffloadHandler | None = None  # the chunk of the open group; None in captures of layers
-        self._hooks: Any = None  # of the chunk, or of the capture; None: the bracket is not open
+        self._hooks: Any = None  # hooks of the chunk, or of the capture; None: the bracket is not open
         self._has_hooks = False  # False: the bracket is suspended, or not open
 
     def enter(self) -> bool:
         """Open a group: tensors saved from now on belong to it.
 
-        The input gets no mark in the graph. A mark would sum the gradients of the readers inside the group before
-        those of its other readers are added: another order of summation, which changes the last bit.
+        The input gets no mark in the graph. A mark would sum the gradients of the readers inside the group before those
+        of other readers are added: another order of summation, which changes the last bit.
 
         Returns:
-            False, and no group is open, while the engine is passive, and inside a checkpoint of torch or other hooks
+            False, without opening a group, while the engine is passive, and inside a checkpoint of torch or other hooks
             that are not the chunk's.
         """
         chunk = self._engine.active_chunk
         if chunk is None:
             return self._enter_captured()
         if self._hooks is not None:
-            self.leave()  # the site is entered again before its end was reached
+            self.abandon()  # the site is entered again before its end was reached
         if not chunk.hooks.are_innermost():
             return False  # torch's checkpoint recomputes without this group, and must see the same saves in both runs
         is_kept = self._keeps is not None and chunk.key in self._keeps
@@ -90,12 +90,12 @@ class GroupBracket:
         return True
 
     def _enter_captured(self) -> bool:
-        """Open a group in a layer that is captured: what is saved belongs to its graph, and needs no mark."""
+        """Open a group in a captured layer: the saved tensors belong to its graph, and need no mark."""
         recording = self._engine.graphs.recording
         if recording is None or not recording.are_innermost():
             return False
         if self._hooks is not None:
-            self.leave()
+            self.abandon()
         self._hooks = recording.group(self._traits.min_bytes)
         self.resume()
         return True
@@ -112,8 +112,8 @@ class GroupBracket:
             self._hooks.push()
             self._has_hooks = True
 
-    def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Commit the group in front of a call; return the arguments with the mark of the group's end, None if none."""
+    def commit_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Commit the group before a call; return the arguments with the mark of the group's end, or None."""
         chunk = self._exit_hooks()
         if chunk is None:
             return None
@@ -122,7 +122,7 @@ class GroupBracket:
             chunk.close_group()
         return args, kwargs
 
-    def leave_with(self, output: Any) -> Any:
+    def commit(self, output: Any) -> Any:
         """Commit the group after a call; return the output, with the mark of the group's end if it needs one."""
         chunk = self._exit_hooks()
         if chunk is None:
@@ -133,12 +133,12 @@ class GroupBracket:
         return output
 
     def hold(self, tensors: Iterable[torch.Tensor], needed_before: torch.Tensor) -> None:
-        """Open a group, put tensors into it that are saved outside the groups, and commit it.
+        """Open a group, move tensors into it that are saved outside the groups, and commit it.
 
         Args:
-            tensors: saved, in this forward.
-            needed_before: the backward of the group begins when the gradient of this tensor is there, ahead of the
-                hooks that it gets from now on.
+            tensors: tensors saved in this forward.
+            needed_before: the backward of the group begins when the gradient of this tensor arrives, before hooks that
+                are registered on it later.
         """
         if (recording := self._engine.graphs.recording) is not None:
             recording.add_to_group(tensors, self._traits.min_bytes)
@@ -148,13 +148,13 @@ class GroupBracket:
         chunk = self._chunk
         assert chunk is not None
         for tensor in tensors:
-            chunk.hooks.pack(tensor)  # its storage has a handle of autograd's already; this one may go
+            chunk.hooks.pack(tensor)  # autograd has a handle of its storage already, so this one may be dropped
         self._exit_hooks()
         group = chunk.close_group()
         needed_before.register_hook(lambda _: chunk.on_group_commit_backward(group))
 
-    def leave(self) -> None:
-        """Abandon the open group, as after an exception. No-op if none is open."""
+    def abandon(self) -> None:
+        """Abandon the open group, for instance after an exception. No-op if none is open."""
         chunk = self._exit_hooks()
         if chunk is not None:
             chunk.abandon_group()
@@ -178,7 +178,7 @@ class HooksPause:
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._chunk: ChunkOffloadHandler | None = None  # the chunk whose hooks are paused
-        self._module: Any = None  # the module in which they are
+        self._module: Any = None  # the module in which they are paused
         self._saves_original_input: bool | None = None  # the attribute's value before; None: not changed
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -194,7 +194,7 @@ class HooksPause:
             self._chunk, self._module = chunk, linear
             self._saves_original_input, linear.save_original_input = linear.save_original_input, True
 
-    def leave(self, module: torch.nn.Module | None = None, *_: Any) -> None:
+    def end(self, module: torch.nn.Module | None = None, *_: Any) -> None:
         """Resume the hooks. No-op if they are not paused, or paused in a module other than `module`."""
         if self._chunk is None or module not in (None, self._module):
             return

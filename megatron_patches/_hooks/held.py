@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that megatron-core keeps until backward in addition to autograd, and the moment of their last read.
+"""Declares tensors that megatron-core keeps until backward in addition to autograd, after their last read.
 
-While another reference keeps a tensor, its copy-out frees no memory, unless the engine is told that the tensor is not
-read any more (`OffloadEngine.held_elsewhere`). This is known for megatron-core's own code only. Tensors are therefore
-not declared if a decoder, a layer or a hook of the model comes from other code, which may keep a tensor and read it
-later, nor if CUDA graphs capture layers: the output of a graph is memory that its next replay overwrites.
+While another reference keeps a tensor, its copy-out frees no memory, unless the tensor is declared as no longer read
+(`OffloadEngine.held_elsewhere`). The last read is known only for megatron-core's own code. So tensors are not declared
+if a decoder, a layer or a hook of the model comes from other code, which may keep a tensor and read it later, nor if
+CUDA graphs capture layers: the next replay overwrites the output of a graph.
 
 1. The input of a chunk's decoder. The schedule keeps the received tensor until the backward of that chunk and reads
    only its gradient; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Packages whose module hooks keep no tensor: this one, data parallelism, and TransformerEngine.
 _KNOWN = ("megatron.core.", "megatron_patches.", "torch.", "transformer_engine.")
-# Hooks on all modules that keep none: those of a recorded step, whose memory is to be that of any other step.
+# Hooks on all modules that keep none: those of a recorded step, which should take the memory of any other step.
 _RECORDING = "offload_engine."
 _DETACHES = "<0.20"
 """Versions in which `CheckpointWithoutOutput` saves detached copies; later ones save the tensors themselves."""
@@ -48,7 +48,7 @@ class HeldTensors:
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine: OffloadEngine = engine
         self._has_copies: bool = is_in_range(installed_version(), _DETACHES)
-        self._has_other_readers: bool | None = None  # in the running step; None: not determined yet
+        self._has_other_readers: bool | None = None  # for the running step; None: not determined yet
         self._is_others: bool = False  # a chunk, decoder or layer is not megatron-core's, or is captured in a graph
         self._is_logged: bool = False
         self._seen: list[weakref.ref[torch.nn.Module]] = []  # modules whose hooks get these tensors
@@ -64,7 +64,7 @@ class HeldTensors:
             return
         for layer in _layers_ahead(chunk):
             yield layer.register_forward_pre_hook(self._enter_layer)
-            yield layer.register_forward_hook(self._leave_layer)
+            yield layer.register_forward_hook(self._exit_layer)
         decoder = getattr(chunk, "decoder", None)
         layers = getattr(decoder, "layers", None)
         if not layers:
@@ -76,10 +76,10 @@ class HeldTensors:
         for index, layer in enumerate(layers):
             yield layer.register_forward_pre_hook(self._enter_layer)
             if index == 0:
-                yield layer.register_forward_hook(self._leave_first_layer, with_kwargs=True)
+                yield layer.register_forward_hook(self._exit_first_layer, with_kwargs=True)
             else:
-                yield layer.register_forward_hook(self._leave_layer)
-        yield decoder.register_forward_hook(self._leave_decoder)
+                yield layer.register_forward_hook(self._exit_layer)
+        yield decoder.register_forward_hook(self._exit_decoder)
 
     def begin_step(self) -> None:
         """Start a step. Hooks may be added and removed between steps, so `has_other_readers` is determined again."""
@@ -108,18 +108,18 @@ class HeldTensors:
             )
 
     def begin_layer(self) -> None:
-        """Called when a layer begins: it is the last reader of tensors that `CheckpointWithoutOutput` saves in it."""
+        """Begin a layer, the last reader of tensors that `CheckpointWithoutOutput` saves in it."""
         is_declared = self._engine.is_active and not (self._are_outputs_read or self._is_others)
         self._recomputed_from = [] if is_declared else None
 
     def end_layer(self) -> None:
-        """Called when a layer ends: declare the tensors that it has read for the last time."""
+        """End a layer: declare the tensors that it has read for the last time."""
         recomputed_from, self._recomputed_from = self._recomputed_from, None
         if recomputed_from:
             self._declare([], recomputed_from)
 
     def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """Called when `CheckpointWithoutOutput` has saved `tensors`, or detached copies of them."""
+        """Note that `CheckpointWithoutOutput` has saved `tensors`, or detached copies of them."""
         if self._recomputed_from is not None and self._has_copies:
             leaves = (t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad)
             self._recomputed_from += (t for t in leaves if not isinstance(t, torch.nn.Parameter))
@@ -127,7 +127,7 @@ class HeldTensors:
     def take_copies(self, tensor: torch.Tensor | None) -> int:
         """Return how many detached copies of a tensor `CheckpointWithoutOutput` has saved in the running layer.
 
-        The caller declares the tensor then, and `end_layer` does not.
+        The caller must declare the tensor then; `end_layer` does not.
         """
         if tensor is None or not self._recomputed_from:
             return 0
@@ -137,7 +137,7 @@ class HeldTensors:
         return num_copies
 
     def clear(self) -> None:
-        """Forget the running forward, as after an exception."""
+        """Forget the running forward, for instance after an exception."""
         self._input, self._recomputed_from = [], None
 
     def _note_modules(self, chunk: torch.nn.Module) -> None:
@@ -164,7 +164,7 @@ class HeldTensors:
     def _enter_layer(self, layer: torch.nn.Module, args: Any) -> None:
         self.begin_layer()
 
-    def _leave_first_layer(
+    def _exit_first_layer(
         self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         recomputed_from, self._recomputed_from = self._recomputed_from, None
@@ -179,10 +179,10 @@ class HeldTensors:
                 self._input.append(hidden_states)
         self._declare(self._input, recomputed_from)
 
-    def _leave_layer(self, layer: torch.nn.Module, args: Any, output: Any) -> None:
+    def _exit_layer(self, layer: torch.nn.Module, args: Any, output: Any) -> None:
         self.end_layer()
 
-    def _leave_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> None:
+    def _exit_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> None:
         # Again: full recomputation calls the layers without gradients and saves their inputs afterwards.
         self._declare(self._input, [])
         self._input = []
@@ -204,9 +204,9 @@ def is_input_of_others(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     It may if it passes the input itself, or gets it back through an output processor or the configuration logger.
 
     Args:
-        chunk: of a model.
+        chunk: a model chunk.
         args: positional arguments of `GPTModel.forward`, or of the plan's constructor after the model.
-        kwargs: of the call.
+        kwargs: keyword arguments of the call.
     """
     return (
         getattr(getattr(chunk, "config", None), "config_logger_dir", "") != ""

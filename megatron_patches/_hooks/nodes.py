@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model chunk as the nodes of a schedule plan, as the all-to-all overlap (combined 1F1B) does.
+"""Runs a model chunk as the nodes of a schedule plan, for the all-to-all overlap (combined 1F1B).
 
 The schedule builds the plan of a chunk's forward and then runs its nodes between those of another chunk's backward, on
 two streams: one for computation, one for communication. The chunk itself, its layers and its MoE layers are not called.
@@ -12,8 +12,8 @@ declared to the engine (`held_elsewhere`) after their last read:
   read it. The communication stream may have made it: it combines the experts' outputs and receives the output of the
   previous stage;
 - the residual of a MoE layer (the input of the norm before the experts), when computation continues after the residual
-  connection: at the next layer or the next plan. Any earlier, and computation would wait for the communication that it
-  is there to hide.
+  connection: at the next layer or the next plan. Earlier, computation would wait for the communication that it is
+  meant to hide.
 
 A group that spans several nodes is suspended in between, while the other chunk's backward runs.
 """
@@ -40,7 +40,7 @@ class PlanNodes:
     Args:
         engine: moves the groups.
         held: treats a node that runs attention as a layer.
-        pause: left after each node, because a KeyboardInterrupt may skip the hook that leaves it.
+        pause: ended after each node, because a KeyboardInterrupt may skip the hook that ends it.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class PlanNodes:
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Residual of the last combined MoE layer. Weak: its backward may run before it is declared.
         self._residual: Callable[[], torch.Tensor | None] = _none
-        self._residual_copies: int = 0  # that a recomputed norm behind the last attention has saved of its output
+        self._residual_copies: int = 0  # copies of the last attention's output, saved by a recomputed norm after it
 
     def add_ranges(self, brackets: Iterable[GroupBracket]) -> None:
         """Add brackets that may begin in one node and end in another."""
         self._ranges += brackets
 
     def start_plan(self, is_input_of_others: bool) -> None:
-        """Called when a plan is built: the computation stream has waited for all nodes of the previous one."""
+        """Start a plan; the computation stream has waited for all nodes of the previous one."""
         from megatron.core.pipeline_parallel import utils
 
         self._is_input_of_others = is_input_of_others
@@ -101,7 +101,7 @@ class PlanNodes:
         return outputs
 
     def clear(self) -> None:
-        """Forget the running forward, as after an exception."""
+        """Forget the running forward, for instance after an exception."""
         self._residual, self._residual_copies = _none, 0
 
     @contextmanager
@@ -111,14 +111,14 @@ class PlanNodes:
         try:
             yield
         finally:
-            self._pause.leave()
+            self._pause.end()
             for bracket in self._ranges:
                 bracket.suspend()  # the backward of another chunk is next
 
     def _end_computation(self, node: Any, is_attention: bool, node_input: torch.Tensor) -> int:
-        """Declare what recomputation inside a node starts from; return how many copies it keeps of the node's input."""
+        """Declare the inputs of recomputation inside a node; return how many copies of the node's input it keeps."""
         num_copies = self._held.take_copies(node_input)
-        if is_attention:  # computed what the combine node of a MoE layer reads as residual
+        if is_attention:  # has computed the residual that the combine node of a MoE layer reads
             self._residual_copies = self._held.take_copies(getattr(node.layer_state, "residual", None))
         self._held.end_layer()
         return num_copies

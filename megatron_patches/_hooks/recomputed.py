@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RecomputedInputs`: the tensors that selective recomputation starts from, in groups of their own.
+"""`RecomputedInputs`: puts the inputs of selective recomputation into groups of their own.
 
-What is recomputed saves nothing in the forward, and its modules run without gradients, so that no bracket opens in it.
-Its input is saved around it, by one of two functions of megatron-core, each known by what it is asked to run again:
+A recomputed module saves nothing in the forward and runs without gradients, so no bracket opens in it. Its input is
+saved around it, by one of two functions of megatron-core, identified by the function that it runs again:
 
-1. `checkpoint` saves inputs and returns outputs like any module. Its backward reads the inputs first, so the end of
-   the group is marked on its output.
-2. `CheckpointWithoutOutput` recomputes from a hook on a later tensor: the output of the attention or of the MLP behind
-   a norm. There the backward needs the input before all that was saved in between. So the group opens and ends where
-   that hook is registered, and its backward begins with a hook in front of that one. Until then the input is saved
-   outside the groups.
+1. `checkpoint` saves inputs and returns outputs like any module. Its backward reads the inputs first, so the end of the
+   group is marked on its output.
+2. `CheckpointWithoutOutput` recomputes from a hook on a later tensor: the output of the attention or MLP after a norm.
+   There the backward needs the input before all tensors saved in between. So the group opens and ends where that hook
+   is registered, and its backward begins with a hook before that one. Until then the input is saved outside the groups.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class RecomputedInputs:
         """The inputs of each `CheckpointWithoutOutput` object in the running forward."""
 
     def add(self, site: Site, bracket: GroupBracket, modules: Mapping[str, torch.nn.Module]) -> None:
-        """Add the bracket of a site, if its groups are to hold the input of what is recomputed.
+        """Add the bracket of a site, if its groups hold the input of a recomputation.
 
         Args:
-            site: in the model chunk.
-            bracket: of the site.
-            modules: of the chunk, by path.
+            site: a site in the model chunk.
+            bracket: bracket of the site.
+            modules: modules of the chunk, by path.
         """
         owner, last = site.path.rpartition(".")[::2]
         for value in inputs_of(site.name):
@@ -76,7 +75,7 @@ class RecomputedInputs:
 
         Args:
             checkpoint: as noted; no-op for others.
-            recomputed_behind: whose gradient starts the recomputation.
+            recomputed_behind: tensor whose gradient starts the recomputation.
         """
         noted = self._inputs.pop(checkpoint, None)
         if noted is not None:
@@ -84,7 +83,7 @@ class RecomputedInputs:
             bracket.hold(inputs, recomputed_behind)
 
     def clear(self) -> None:
-        """Forget the running forward, as after an exception."""
+        """Forget the running forward, for instance after an exception."""
         self._inputs.clear()
 
     def _find(self, brackets: _ByModule, function: Any) -> GroupBracket | None:
@@ -110,7 +109,7 @@ def _without_arguments(function: Any) -> Any:
 
 
 def _module_of(function: Any) -> torch.nn.Module | None:
-    """Return the module that a function is, or a method or a closure of which it is."""
+    """Return the module that a function is, or whose method or closure it is."""
     function = _without_arguments(function)
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     if owner is None and (closure := getattr(function, "__closure__", None)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model can offload, for a budget that chooses among it."""
+"""Finds what a model can offload, for a budget to choose from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_patches._model.sites import find_sites, own_norms, survey
 from megatron_patches._model.validate import check_conflicts, check_parts_are_called
 from offload_engine.planning.choices import Slot
 
-# Of these the parts move one by one, so that each can be chosen. Experts have too many parts for that.
+# The parts of these move separately, so that each can be chosen. Experts have too many parts for that.
 _IN_PARTS = ("self_attn", "mamba_mixer")
-_OF_CHECKPOINTS = "layer_input"  # what a checkpoint of layers saves, which is at no site
+_OF_CHECKPOINTS = "layer_input"  # saved by a checkpoint of layers, not at a site
 
 
 def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -31,7 +31,7 @@ def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tup
     if config.recompute_granularity == "full":
         sites["layer_input"] = max(1, sites["layer_input"])  # what a checkpoint of layers saves, even without a norm
     for name in (row.name for row in MODULES if sites[row.name]):
-        reason = "its parts move one by one" if name in _IN_PARTS else _why_refused(config, name, chunks)
+        reason = "its parts move separately" if name in _IN_PARTS else _why_refused(config, name, chunks)
         if reason is None:
             names.append(name)
         else:
@@ -64,13 +64,13 @@ def check_plan(source: str, slots: Iterable[Slot], chunks: Sequence[torch.nn.Mod
     """Refuse a plan with groups that these chunks cannot have, before the first step.
 
     Args:
-        source: where the plan comes from, and the flag that named it.
-        slots: of the plan.
+        source: origin of the plan, with the flag that named it.
+        slots: slots of the plan.
         chunks: this rank's model chunks.
-        names: to offload, or those of `find_candidates`.
+        names: names to offload, or those of `find_candidates`.
 
     Raises:
-        ValueError: naming `source` and the first such group.
+        ValueError: if there is such a group; names `source` and the first one.
     """
     sites = [(stage, site) for stage, chunk in enumerate(chunks) for site in find_sites(chunk, drop_parts(names)[0])]
     here = {(stage, site.layer, site.name) for stage, site in sites}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that run all experts in one call, such as TransformerEngine's GroupedLinear: only their input moves.
+"""Handles linear layers that run all experts in one call, such as TransformerEngine's GroupedLinear: only inputs move.
 
-Such a layer saves each expert's part of its input, weight and bias: 192 tensors with 64 experts, which cost the host
+Such a layer saves each expert's part of its input, weight and bias: 192 tensors with 64 experts, which take the host
 thirty times as long in hooks as one tensor. With `save_original_input` (which megatron-core also sets when it
 recomputes) the layer saves its input as one tensor, before all others: after that tensor the hooks can pause.
 """
@@ -42,7 +42,7 @@ def saves_only_weights_behind(linear: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _will_quantize(linear: Any) -> bool:
-    """Return whether `linear` will quantize, or TransformerEngine's debug mode will inspect what it could quantize."""
+    """Return whether `linear` will quantize, or TransformerEngine's debug mode will inspect its tensors."""
     if _TE not in sys.modules:
         return False
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights that Megatron-FSDP has in place of a model's own."""
+"""Finds the weights that Megatron-FSDP uses in place of a model's own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def gathered_weights(wrapped: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the parameters that forwards and backwards of model chunks run with, whole or not yet gathered.
+    """Yield the parameters with which model chunks run forward and backward, gathered or not.
 
-    Between two steps the modules of a chunk hold others: shards, for the optimizer.
+    Between two steps the modules of a chunk hold other parameters: shards, for the optimizer.
 
     Args:
-        wrapped: model chunks as the schedule gets them; those without Megatron-FSDP have none.
+        wrapped: model chunks as the schedule gets them; nothing is yielded for those without Megatron-FSDP.
     """
     for module in wrapped:
         inner: object = module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a budget as given by the user into bytes of the device that trains, and checks it against what is there."""
+"""Converts the user's budget into bytes of the training device, and checks it against the device's memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from offload_engine.sizes import Size, format_bytes
 
 _MARGIN_SHARE = 64
 _MARGIN_BYTES = 512 << 20
-"""Left by "auto" at least: communicators and libraries allocate after the first step, too."""
+"""The least that "auto" leaves free: communicators and libraries allocate after the first step, too."""
 
 
 def budget_bytes(size: Size) -> int:
-    """Return a budget in bytes, on the current GPU or, where there is none, of saved tensors.
+    """Return a budget in bytes, on the current GPU or, without a GPU, of saved tensors.
 
     Raises:
-        ValueError: if it is a share where there is no GPU, above what the GPU has, or below what it holds before the
-            first step, weights first of all; names the flag, the values and what to do.
+        ValueError: if it is a share but there is no GPU, above the GPU's memory, or below what is taken before the
+            first step, mainly by weights; names the flag, the values and what to do.
     """
     if not torch.cuda.is_available():
         if size.nbytes is None:
             raise ValueError(
                 f"--offload-gpu-budget {size} depends on the memory of a GPU, and there is none here: give a number of "
-                "bytes, which is then that of saved tensors, as 512MiB"
+                "bytes, which then bounds saved tensors, such as 512MiB"
             )
         return size.nbytes
     free, total = torch.cuda.mem_get_info()
@@ -45,7 +45,7 @@ def checked(size: Size, total_bytes: int, held_bytes: int) -> int:
     if nbytes <= held_bytes:
         raise ValueError(
             f"--offload-gpu-budget {size} is {format_bytes(nbytes)}, but {format_bytes(held_bytes)} are taken before "
-            "the first step, by weights, gradients, and what is outside of torch: raise it, or spread the model over "
-            "more GPUs"
+            "the first step, by weights, gradients, and memory outside torch: raise it, or spread the model over more "
+            "GPUs"
         )
     return nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that CUDA graphs capture, and those that are compiled."""
+"""Finds the modules that CUDA graphs capture, and those that are compiled."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def is_captured_by_te(config: Any) -> bool:
 
 
 def may_be_recorded(modules: Iterable[torch.nn.Module], config: Any) -> bool:
-    """Return whether a step can be recorded unasked: nothing is compiled again for it, and nothing captured in it.
+    """Return whether a step can be recorded by default: that must not recompile modules, nor happen in a capture.
 
     Args:
         modules: a model's chunks, with their wrappers.
-        config: of the model.
+        config: the model's.
     """
     has_graphs = (getattr(config, "cuda_graph_impl", None) or "none") != "none"
     return not has_graphs and not any(_is_compiled(part) for module in modules for part in module.modules())
@@ -47,24 +47,24 @@ def may_be_recorded(modules: Iterable[torch.nn.Module], config: Any) -> bool:
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     is_wrapper = type(module).__name__ == "OptimizedModule"
-    # Of a compiled forward torch.compile leaves the original in this attribute.
+    # torch.compile keeps the original of a compiled forward in this attribute.
     has_compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return is_wrapper or module._compiled_call_impl is not None or has_compiled_forward
 
 
 def check_cuda_graphs(config: Any, names: Sequence[str], has_budget: bool = False) -> None:
-    """Reject names that cannot be offloaded beside the graphs of a configuration.
+    """Reject names that cannot be offloaded with the CUDA graphs of a configuration.
 
-    Where whole steps are captured, all names are in the graph, with their copies; where TransformerEngine captures
-    layers, what they save is copied between their replays. See docs/graphs.md.
+    If whole steps are captured, all names are in the graph, with their copies. If TransformerEngine captures layers,
+    tensors that they save are copied between their replays. See docs/graphs.md.
 
     Args:
-        config: of the model.
-        names: to offload.
+        config: the model's.
+        names: names to offload.
         has_budget: a budget chooses what stays.
 
     Raises:
-        NotImplementedError: if a name cannot be; names both settings.
+        NotImplementedError: if there is such a name; names both settings.
     """
     implementation = getattr(config, "cuda_graph_impl", None) or "none"
     setting, scopes = _scopes(config)
@@ -76,24 +76,24 @@ def check_cuda_graphs(config: Any, names: Sequence[str], has_budget: bool = Fals
     if implementation == "local":
         raise NotImplementedError(
             f"offload_modules has {', '.join(map(repr, names))} beside cuda_graph_impl='local', which rejects layers "
-            "with hooks, and offload needs hooks. Set cuda_graph_impl='transformer_engine', or drop one of the two"
+            "with hooks, and offload needs hooks. Set cuda_graph_impl='transformer_engine', or omit one of the two"
         )
     captured = captured_names(config, names)
     if captured and getattr(config, "cuda_graph_warmup_steps", 1) < 1:
         raise NotImplementedError(
             f"offload_modules has {', '.join(map(repr, captured))}, which {setting} captures, beside "
-            "cuda_graph_warmup_steps=0: offload is attached by the first step, which has to come before the captures. "
+            "cuda_graph_warmup_steps=0: the first step attaches offload, so it must come before the captures. "
             "Set it to 1 or more"
         )
     if captured and has_budget:
         raise NotImplementedError(
             f"offload_gpu_budget beside {setting}, which captures {', '.join(map(repr, captured))}: a budget changes "
-            "what stays, and a graph cannot change. Name the offload_modules instead, or drop one of the two"
+            "what stays, and a graph cannot change. Name the offload_modules instead, or omit one of the two"
         )
 
 
 def captured_names(config: Any, names: Sequence[str]) -> list[str]:
-    """Return the names whose modules TransformerEngine captures, or a part of them."""
+    """Return the names whose modules, or parts of them, TransformerEngine captures."""
     if not is_captured_by_te(config):
         return []
     _, scopes = _scopes(config)
@@ -101,7 +101,7 @@ def captured_names(config: Any, names: Sequence[str]) -> list[str]:
 
 
 def num_graphs_beside_copies(config: Any) -> int:
-    """Return beside how many captured graphs a copy has to run: none where a part of each layer runs eagerly."""
+    """Return how many captured graphs a copy must overlap: none if a part of each layer runs eagerly."""
     _, scopes = _scopes(config)
     whole = not scopes or "mamba" in scopes or ("attn" in scopes and not {"mlp", "moe"}.isdisjoint(scopes))
     return int(whole)

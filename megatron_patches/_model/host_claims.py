@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostClaims`: host memory that megatron-core's optimizers will take, but have not taken yet.
+"""`HostClaims`: counts host memory that megatron-core's optimizers have yet to take.
 
-An optimizer on the CPU (`optimizer_cpu_offload`) takes memory for its gradients and its state in its first step, which
-comes after the first step of the engine. What it has taken by then is not free memory and needs no accounting.
+An optimizer on the CPU (`optimizer_cpu_offload`) takes memory for its gradients and its state in its first step, after
+the first forward and backward with the engine. Memory that it has taken is not free, so it is not counted.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 _STATES = 2
-"""Tensors of the size of a parameter in the state of an optimizer: Adam's two moments."""
+"""Tensors per parameter in the state of an optimizer: Adam's two moments."""
 
 
 class HostClaims:
-    """Adds up what optimizers will take. It keeps none of them alive."""
+    """Adds up what optimizers will take, without keeping them alive."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add(self, optimizer: Any) -> None:
-        """Add a `HybridDeviceOptimizer`, which was made just now."""
+        """Add a new `HybridDeviceOptimizer`."""
         self._optimizers.add(optimizer)
 
     def nbytes(self) -> int:
-        """Return the bytes still to be taken. An optimizer that has all it needs is forgotten."""
+        """Return the bytes still to be taken; forget optimizers that have all they need."""
         claims = {optimizer: sum(_claims(optimizer)) for optimizer in self._optimizers}
         self._optimizers.difference_update(optimizer for optimizer, claim in claims.items() if not claim)
         return sum(claims.values())

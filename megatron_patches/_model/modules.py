@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table from module names to submodules of a transformer layer.
+"""Maps module names to submodules of a transformer layer, in one table.
 
 To add a name, add a row. A span is what one group covers: one call of a submodule, or the range from the output of one
 submodule to the input of another.
@@ -26,7 +26,7 @@ class ModuleRow:
 
     name: str
     saves: str
-    """What its backward needs, which is what moves."""
+    """The tensors that its backward needs, which move."""
 
     spans: tuple[Span, ...]
     """Paths relative to a layer: transformer, Mamba, or multi-token prediction."""
@@ -36,25 +36,25 @@ class ModuleRow:
     """Values of `recompute_modules` under which the module itself is recomputed and saves nothing."""
 
     discarded_by: tuple[str, ...] = ()
-    """Values of `recompute_modules` under which what it saves is discarded and computed again."""
+    """Values of `recompute_modules` under which what it saves is discarded and recomputed."""
 
     input_of: tuple[str, ...] = ()
-    """Values of `recompute_modules` under which it moves the input that recomputation starts from."""
+    """Values of `recompute_modules` under which it moves the input of the recomputation."""
 
     parts: tuple[str, ...] = ()
     """Names inside this one. Given together, this one's groups hold their tensors too."""
 
     only_in: str = ""
-    """Class of the module that the spans lie in, where others have submodules of the same names; "": any."""
+    """Class of the module that contains the spans, if others have submodules of the same names; "": any."""
 
     shares_with: tuple[str, ...] | None = None
     """The other names whose spans save, or may save, some of the same tensors; None: not known."""
 
     where: str = ""
-    """The models that have it, for the error when a model has not."""
+    """The models that have it, for the error if a model does not."""
 
     instead: str = ""
-    """The name to give where this one is an identity, because its work is fused into another module."""
+    """The name to use if this one is an identity, because its work is fused into another module."""
 
 
 def _calls(*paths: str) -> tuple[Span, ...]:
@@ -353,7 +353,7 @@ def row_of(name: str, config: Any = None) -> ModuleRow:
 
 def _hint(name: str, known: Sequence[str]) -> str:
     if name == "all":
-        return "for all that the model has leave --offload-modules out and give --offload-gpu-budget, such as auto"
+        return "to offload all that the model has, omit --offload-modules and give --offload-gpu-budget, such as auto"
     if begun := [other for other in known if other.startswith(f"{name}_")]:
         return f"did you mean {' '.join(begun)}?"
     nearest = get_close_matches(name, known, n=1)
@@ -384,7 +384,7 @@ def canonical_names(names: Iterable[str], config: Any = None) -> tuple[str, ...]
 
 
 def drop_parts(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split `names` into those to attach and those that are parts of another one."""
+    """Split `names` into those to attach and those that are parts of others."""
     inside = {part for name in names for part in row_of(name).parts}
     return tuple(n for n in names if n not in inside), tuple(n for n in names if n in inside)
 
@@ -396,7 +396,7 @@ def whole_of(path: str) -> str | None:
 
 
 def is_in_experts(name: str) -> bool:
-    """Return whether a span of this name is the experts themselves, or lies inside them."""
+    """Return whether a span of this name is the experts, or lies inside them."""
     return any(f"{span.path}.".startswith(f"{EXPERTS}.") for span in row_of(name).spans)
 
 

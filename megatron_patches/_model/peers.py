@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peers`: the ranks that have to decide alike within a budget."""
+"""`Peers`: exchanges numbers among the ranks that must decide alike within a budget."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 class Peers:
     """Exchanges numbers with the other ranks of this rank's pipeline stage, or with all ranks of the job.
 
-    Over groups that megatron-core has made, one after the other: each rank calls it at the same place.
+    Uses megatron-core's process groups, one after the other, so every rank must make the same calls.
 
     Args:
         stage: process groups whose product is the stage: its data and context parallel ranks, and its tensor parallel
-            ones. Ranks of experts are among them.
+            ranks. These include expert parallel ranks.
         pipeline: the pipeline-parallel process group, or None.
     """
 
@@ -42,6 +42,6 @@ def _largest(numbers: tuple[int, ...], groups: Sequence[Any]) -> tuple[int, ...]
 
 
 def _device_of(group: Any) -> torch.device:
-    """Return where a group takes tensors: NCCL's only on the GPU."""
+    """Return the device of a group's tensors: NCCL requires the GPU."""
     is_cuda = "nccl" in torch.distributed.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")

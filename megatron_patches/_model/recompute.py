@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recomputations of a model that can be switched on and off between two steps, layer by layer.
+"""Switches recomputations of a model on and off between two steps, layer by layer.
 
-megatron-core reads each of these attributes at every forward, so no module has to be built again. A recomputation is
-offered only where the results of a step are known to be the same, to the last bit, with it and without it. It sums the
+megatron-core reads each of these attributes in every forward, so no module has to be rebuilt. A recomputation is
+offered only if the results of a step are known to be the same, to the last bit, with it and without it. It sums the
 gradients of its input before those of readers outside are added. So the input may have several readers inside, or some
-outside, but not both: three gradients summed in another order have other last bits.
+outside, but not both: three gradients summed in another order differ in the last bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOE_LAYER = EXPERTS.rpartition(".")[0]
 _KNOWN = ("megatron.core.", "torch.nn.", "transformer_engine.")  # norms are torch's or TransformerEngine's
 _FUSED_NORMS = ("megatron.core.fusions.", "transformer_engine.")  # one operation each
 _NORM = "layernorm"  # in `recompute_modules`: both norms of a layer
-_SORTED_LIKE_EVAL = ">=0.17"  # the router sorts its choice only where gradients are enabled
+_SORTED_LIKE_EVAL = ">=0.17"  # the router sorts its choice only if gradients are enabled
 
 
 class _Kind(NamedTuple):
@@ -47,7 +47,7 @@ class _Kind(NamedTuple):
 
     attribute: str
     around: str
-    """Path, in the layer, of the module that is run again."""
+    """Path, in the layer, of the module that is recomputed."""
 
     keeps: tuple[str, ...]
 
@@ -91,10 +91,10 @@ class Switch:
 
     Attributes:
         layer: index of the layer in its chunk, as in `Site`.
-        name: of the recomputation: a value of `recompute_modules`, or which of the two norms.
-        around: path, in the layer, of the module that is run again.
+        name: name of the recomputation: a value of `recompute_modules`, or which of the two norms.
+        around: path, in the layer, of the module that is recomputed.
         frees: names of the table whose groups save less, or nothing, while it is on.
-        keeps: names of the table that lie inside it, but of which the input stays saved: it is computed from that.
+        keeps: names of the table inside it whose input stays saved, because the recomputation starts from it.
     """
 
     def __init__(self, layer: int, kind: _Kind, owner: torch.nn.Module, rows: _Rows) -> None:
@@ -116,18 +116,18 @@ class Switch:
         return bool(getattr(self._owner(), self._attribute, False))
 
     def set(self, on: bool) -> None:
-        """Switch it on or off for the next step. Call it between two steps; no-op if the model is gone."""
+        """Switch it on or off for the next step. Call it between two steps; no-op if the model has been freed."""
         owner = self._owner()
         if owner is not None:
             setattr(owner, self._attribute, on)
 
     def restore(self) -> None:
-        """Set what the model was built with."""
+        """Restore the setting with which the model was built."""
         self.set(self._was_on)
 
 
 class Refusal(NamedTuple):
-    """A recomputation that a layer has but that is not offered."""
+    """A recomputation that a layer has, but that is not offered."""
 
     layer: int
     name: str
@@ -150,7 +150,7 @@ class Switches:
             self.refusals.append(find_refusals(chunk))
 
     def set(self, on: Collection[tuple[int, int, str]]) -> None:
-        """Recompute, from the next step on, what `on` names and nothing else of what can be switched.
+        """Switch on the recomputations in `on`, and all others off, from the next step on.
 
         Raises:
             KeyError: if `on` names a recomputation that is not offered; nothing is switched then.
@@ -162,7 +162,7 @@ class Switches:
             switch.set(key in on)
 
     def restore(self) -> None:
-        """Set what the models were built with. Idempotent."""
+        """Restore the settings with which the models were built. Idempotent."""
         for switch in self.by_key.values():
             switch.restore()
 
@@ -196,7 +196,7 @@ class _Candidate(NamedTuple):
 
 
 def _candidates(chunk: torch.nn.Module) -> Iterator[_Candidate]:
-    """Yield what each layer has, safe or not, in the order in which the layer runs it."""
+    """Yield the recomputations of each layer, safe or not, in the order in which the layer runs them."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     for index, (_, layer) in enumerate(layers_of(chunk)):
@@ -213,8 +213,9 @@ def _rows(kind: _Kind, modules: dict[str, torch.nn.Module]) -> _Rows:
     """Return the rows of the table that this recomputation changes in a layer."""
     names = [row.name for row in MODULES if _is_inside(row, kind) and any(sites_in_layer(row, modules))]
     keeps = tuple(name for name in names if name in kind.keeps)
-    # Of the inputs of norms, projections and activations all stays; a kernel or a router saves more than its input.
-    is_freed_in_part = kind.name in ("core_attn", "moe")
+    # All inputs of norms, projections and activations stay. A kernel, a router, or a projection with a norm in front of
+    # it saves more than its input.
+    is_freed_in_part = kind.name in ("core_attn", "mlp", "moe")
     return _Rows(tuple(name for name in names if is_freed_in_part or name not in keeps), keeps)
 
 
@@ -243,13 +244,13 @@ def _why_not(chunk: torch.nn.Module, found: _Candidate) -> str | None:
 def _why_none(config: Any) -> str | None:
     """Return why nothing can be switched in a model of this configuration."""
     if getattr(config, "recompute_granularity", None) == "full":
-        return "recompute_granularity='full' recomputes whole layers already"
+        return "recompute_granularity='full' already recomputes whole layers"
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
         return "layers in FP8 or FP4 are prepared for recomputation when they are built"
     if (getattr(config, "cuda_graph_impl", None) or "none") != "none":
-        return "a CUDA graph does what it did when it was captured"
+        return "a CUDA graph repeats what was captured"
     if overlaps_expert_comm(config):
-        return "the overlap of the experts' all-to-all runs the parts of a layer by itself"
+        return "the overlap of the experts' all-to-all calls the parts of a layer itself"
     if getattr(config, "delay_wgrad_compute", False) or getattr(
         config, "overlap_dispatch_backward_with_experts_wgrad", False
     ):
@@ -261,7 +262,7 @@ def _why_not_others(modules: dict[str, torch.nn.Module], kind: _Kind) -> str | N
     is_known = class_behind_fsdp(modules[kind.around]).__module__.startswith(_KNOWN)
     if is_known and is_megatron_cores(modules[""], modules[kind.owner]):
         return None
-    return "the layer or the module is not megatron-core's, and may not do the same twice"
+    return "the layer or the module is not megatron-core's, and may not repeat its result"
 
 
 def _why_not_norm(config: Any, norm: torch.nn.Module) -> str | None:

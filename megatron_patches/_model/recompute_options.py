@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a budget may have the layers of a model recompute: what that frees, what it takes, and switching it."""
+"""Offers recomputations in the layers of a model to a budget, with what they free and take, and switches them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import GroupShape, Shapes
 
 _DISCARDS_OUTPUT = ("input_layernorm", "pre_mlp_layernorm", "mla_up_proj", "moe_act")
-"""What these free is saved behind them, so only the groups of their inputs tell how long they take."""
+"""The tensors that these free are saved after them, so only the groups of their inputs show how long they take."""
 _OUTPUT_IS_SAVED = ("core_attn",)
 """Flash attention saves its output, which the next module saves as well."""
 
@@ -29,12 +29,12 @@ _ORDER = (
     "input_layernorm",
     "pre_mlp_layernorm",
 )
-"""First what frees the most: beside it, a norm in front frees only its output. An activation of experts is cheaper than
-the whole, which exchanges tokens again."""
+"""Those that free the most come first: next to one, a norm before it frees only its output. An activation of experts is
+cheaper than the whole, which exchanges tokens again."""
 
 
 class Place(NamedTuple):
-    """Groups of one name in a layer."""
+    """The groups of one name in a layer."""
 
     stage: int
     layer: int
@@ -52,13 +52,13 @@ class _Option(NamedTuple):
 
 
 class RecomputeOptions:
-    """Offers the recomputations of one rank's model chunks, and switches those that were chosen.
+    """Offers the recomputations of one rank's model chunks, and switches on those that were chosen.
 
-    What the model recomputes already is neither offered nor switched off. It holds no module.
+    Recomputations of the model's own configuration are neither offered nor switched off. It holds no module.
 
     Args:
         chunks: this rank's model chunks.
-        names: of the groups on them.
+        names: names of the groups on them.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], names: Iterable[str]) -> None:
@@ -73,9 +73,9 @@ class RecomputeOptions:
                 self._measure_inputs(stage, layer, dict(module.named_modules()))
 
     def find(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
-        """Return what can be recomputed instead of moved, by the bytes and times of groups. See `Decider`.
+        """Return what can be recomputed instead of moved, with the bytes and times of groups. See `Decider`.
 
-        Of recomputations that overlap the first of `_ORDER` is offered: the same on all ranks of a stage.
+        Of overlapping recomputations the first in `_ORDER` is offered, the same on all ranks of a stage.
         """
         for handle in self._handles:
             handle.remove()
@@ -90,7 +90,7 @@ class RecomputeOptions:
         return tuple(option for option in found if option.freed_bytes)
 
     def apply(self, choices: Choices) -> None:
-        """Recompute, from the next step on, what was chosen, and nothing else of what was offered.
+        """Switch on the chosen recomputations, and all other offered ones off, from the next step on.
 
         Raises:
             ValueError: if something was chosen that cannot be recomputed.
@@ -101,14 +101,14 @@ class RecomputeOptions:
             option.switch.set(option.switch in chosen)
 
     def restore(self) -> None:
-        """Recompute what the model was built with. Idempotent."""
+        """Restore the recomputations with which the model was built. Idempotent."""
         for handle in self._handles:
             handle.remove()
         for option in self._options:
             option.switch.restore()
 
     def _find_chosen(self, places: frozenset[Place]) -> list[_Option]:
-        """Return the options whose union `find` has offered, and a decision chosen, in one layer."""
+        """Return the options of one layer whose union was offered by `find` and chosen by a decision."""
         options = [option for option in self._options if option.places and option.places <= places]
         if (chosen := _cover(places, options)) is None:
             raise ValueError(
@@ -129,7 +129,7 @@ class RecomputeOptions:
             self._handles.append(modules[option.switch.around].register_forward_hook(note, with_kwargs=True))
 
     def _offer(self, option: _Option, groups: Mapping[Place, list[tuple[Slot, GroupShape]]]) -> RecomputeOption | None:
-        """Return what an option frees and takes; None without a group of its own."""
+        """Return the bytes and the time of an option; None without a group of its own."""
         name, places = option.switch.name, option.places
         timed = option.keeps if name in _DISCARDS_OUTPUT else places
         milliseconds = sum(group.forward_ms for place in timed for _, group in groups.get(place, ()))
@@ -137,7 +137,7 @@ class RecomputeOptions:
         if not nbytes or not milliseconds or any(place not in groups for place in option.frees):
             return None
         freed = nbytes
-        if option.frees & option.keeps:  # of these only the input stays
+        if option.frees & option.keeps:  # only the input of these stays
             [place] = {(place.stage, place.layer) for place in places}
             freed -= self._input_bytes.get((*place, name), freed)
         slots = frozenset(slot for place in places for slot, _ in groups.get(place, ()))
@@ -160,10 +160,9 @@ def _by_layer(places: Iterable[Place]) -> list[frozenset[Place]]:
 
 
 def _cover(places: frozenset[Place], options: Sequence[_Option]) -> list[_Option] | None:
-    """Return options that have exactly these places, each place once; of several such the first, as `find` offers them.
+    """Return options that cover exactly these places, each once; the first such options in the order of `find`.
 
-    The largest would be wrong: an activation of experts and the shared experts may have all the places that the whole
-    MoE layer has.
+    Not the largest option: an activation of experts and the shared experts may cover all the places of a MoE layer.
     """
     if not places:
         return []
@@ -182,7 +181,7 @@ def _groups_of(shapes: Shapes) -> Iterator[tuple[Place, list[tuple[Slot, GroupSh
 
 
 def _bytes_of(values: Iterable[Any]) -> int:
-    """Return the bytes of what autograd may save of these values: a mask takes no gradient, and is there anyway."""
+    """Return the bytes that autograd may save of these values. A mask has no gradient, and exists in any case."""
     tensors = [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())

@@ -13,7 +13,7 @@ from megatron_patches._model.modules import DISPATCH, EXPERTS, MODULES, ModuleRo
 from offload_engine._compat.torch_private import class_behind_fsdp
 
 _DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
-# Block -> the norm in front of it, in the order in which a layer runs the blocks it has.
+# Block -> the norm before it, in the order in which a layer runs its blocks.
 BLOCKS = {
     "self_attention": "input_layernorm",
     "cross_attention": "pre_cross_attn_layernorm",
@@ -32,7 +32,7 @@ class Site(NamedTuple):
     """Index of the layer in the chunk, from 0; -1: not in a layer."""
 
     is_before_experts: bool = False
-    """Ends in front of the experts of its layer, where the host waits for the device, and then the device for it."""
+    """Ends before the experts of its layer, where the host waits for the device, and then the device for the host."""
 
 
 class Survey(NamedTuple):
@@ -72,9 +72,9 @@ def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the attention, MLP or mixer that a chunk runs last; None for a chunk with at most one layer.
 
-    Copy-outs that the last layer issues before this block have completed when it ends. In the first layer they may
-    take longer: they write host bytes that the copy-ins for the next backward, issued when this forward begins, may
-    still be reading.
+    Copy-outs that the last layer issues before this block are complete when it ends. In the first layer they may take
+    longer: they write host bytes that copy-ins for the next backward, issued when this forward begins, may still be
+    reading.
     """
     found = None
     for _, layer in layers_of(chunk) if count_layers(chunk) > 1 else ():
@@ -86,7 +86,7 @@ def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def own_norms(chunks: Iterable[torch.nn.Module]) -> frozenset[str]:
-    """Return the norms that are modules of their own in some layer; the others are fused into the next module."""
+    """Return the norms that are separate modules in some layer; the others are fused into the next module."""
     layers = [layer for chunk in chunks for _, layer in layers_of(chunk)]
     return frozenset(
         norm for norm in BLOCKS.values() if not all(is_absent(getattr(layer, norm, None)) for layer in layers)
@@ -147,8 +147,8 @@ def overlaps_expert_comm(config: Any) -> bool:
 def calls_no_parts(module: torch.nn.Module) -> bool:
     """Return whether fused operations of TransformerEngine replace the submodules of this module.
 
-    Then megatron-core calls the submodules' forward pre-hooks itself, all at once and without inputs, and their forward
-    hooks not at all or without outputs.
+    If so, megatron-core calls the submodules' forward pre-hooks itself, all at once and without inputs, and their
+    forward hooks not at all or without outputs.
     """
     return (
         hasattr(module, "_make_fused_impl")  # TEFusedMLP; megatron-core tests this attribute, too
@@ -179,7 +179,7 @@ def _under(prefix: str, site: Site) -> Site:
 
 
 def is_absent(block: torch.nn.Module | None) -> bool:
-    """Return whether a layer does not have this block, or has an identity in its place."""
+    """Return whether a layer lacks this block, or has an identity in its place."""
     return not isinstance(block, torch.nn.Module) or _is_identity(block)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least sizes of what moves: one for all names, and some of their own, as "1MiB,moe_act=350MB"."""
+"""Parses least sizes of storages that move: one for all names, and some for single names, as "1MiB,moe_act=350MB"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Thresholds(NamedTuple):
     """Storages smaller than these stay on the device."""
 
     of_all: int | None = None
-    """Bytes, for names without one of their own; None: the default."""
+    """Bytes for names without their own threshold; None: the default."""
 
     by_name: tuple[tuple[str, int], ...] = ()
     """Names of the table, each with bytes."""
@@ -27,19 +27,19 @@ class Thresholds(NamedTuple):
         return min([default if self.of_all is None else self.of_all, *(nbytes for _, nbytes in self.by_name)])
 
     def with_default(self, default: int) -> Thresholds:
-        """Return these thresholds for groups; without names of their own none, as the engine's setting is enough."""
+        """Return these thresholds for groups; empty if no name has its own, because the engine's setting is enough."""
         if not self.by_name:
             return Thresholds()
         return self._replace(of_all=default if self.of_all is None else self.of_all)
 
     def check(self, names: Sequence[str]) -> None:
-        """Check that each name with bytes of its own has groups.
+        """Check that each name with its own bytes has groups.
 
         Args:
-            names: of the table, that are offloaded; empty: not known yet.
+            names: names that are offloaded; empty: not known yet.
 
         Raises:
-            ValueError: if one has not.
+            ValueError: if one has none.
         """
         groups, _ = drop_parts(names)
         for name, nbytes in self.by_name if groups else ():
@@ -77,7 +77,7 @@ def parse_thresholds(text: str) -> Thresholds:
         nbytes = parse_bytes(size)
         key = row_of(name.strip()).name if equals else ""
         if key in by_name or (not equals and of_all is not None):
-            raise ValueError(f"{text!r} has two sizes for {key or 'all names'}: leave one out")
+            raise ValueError(f"{text!r} has two sizes for {key or 'all names'}: omit one")
         if equals:
             by_name[key] = nbytes
         else:
@@ -86,7 +86,7 @@ def parse_thresholds(text: str) -> Thresholds:
 
 
 def thresholds_flag(text: str) -> int | str:
-    """Check the value of the flag, for argparse; return a number where it is a size for all names, else the text."""
+    """Check the value of the flag, for argparse; return a number for one size of all names, otherwise the text."""
     try:
         parsed = parse_thresholds(text)
     except ValueError as error:

@@ -19,9 +19,9 @@ from megatron_patches._model.sites import (
 
 
 def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Module]:
-    """Return the largest submodules that save no tensor which a group of `names` saves too.
+    """Return the largest submodules that save no tensor that a group of `names` saves, too.
 
-    In megatron-core's layers a block shares saved tensors only with the norm in front of it (its input). So a block is
+    In megatron-core's layers a block shares saved tensors only with the norm before it (its input). So a block is
     returned whole if none of the names has a site in it or its norm; otherwise the sites of `unshared_rows` in it are.
     Layers of other packages are skipped: their attention and MLP may read one tensor.
     """
@@ -52,9 +52,9 @@ def _single_paths(modules: dict[str, torch.nn.Module], names: Sequence[str]) -> 
 
 
 def _is_as_known(path: str, modules: dict[str, torch.nn.Module], config: object) -> bool:
-    """Return whether the submodule at `path` is called as the table says, and shares tensors only with rows of it."""
+    """Return whether the submodule at `path` is called as in the table, and shares tensors only with rows of it."""
     if path.startswith(f"{EXPERTS}."):
-        # TransformerEngine's fused operations run the forward pre-hooks of the experts' linears, and never the others.
+        # TransformerEngine's fused operations run only the forward pre-hooks of the experts' linears.
         return not getattr(config, "use_transformer_engine_op_fuser", False)
     if path in BLOCKS.values():
         # A norm that is fused with the residual connection runs its hooks twice.

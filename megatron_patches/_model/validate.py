@@ -26,7 +26,7 @@ _UNEVEN_STAGES = (
 
 
 class _Report(NamedTuple):
-    """What one rank sends to the others of its pipeline."""
+    """Sent by one rank to the others of its pipeline."""
 
     survey: Survey | None = None
     problem: str | None = None
@@ -47,8 +47,8 @@ def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) ->
     """Reject names with which nothing would move, because their module is recomputed or never called as a whole.
 
     Args:
-        config: of the model.
-        names: of the table.
+        config: the model's.
+        names: names of the table.
         norms: the model's `own_norms`.
 
     Raises:
@@ -67,11 +67,11 @@ def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) ->
 
 
 def check_parts_are_called(config: Any, names: Sequence[str], chunks: Sequence[torch.nn.Module]) -> None:
-    """Reject names with a site inside a module whose submodules fused operations of TransformerEngine replace.
+    """Reject names with a site inside a module whose submodules are replaced by fused operations.
 
     Args:
-        config: of the model.
-        names: of the table.
+        config: the model's.
+        names: names of the table.
         chunks: this rank's model chunks.
 
     Raises:
@@ -106,7 +106,7 @@ def check_inputs_stay_whole(config: Any) -> None:
     """Reject full recomputation in a pipeline that keeps only a part of each layer's input.
 
     It truncates, in place, the tensor received from the previous stage and restores the tensor that autograd returns,
-    which under saved tensors hooks is another object. Inputs inside a stage are not read again, so they do no harm.
+    which under saved tensors hooks is another object. Inputs inside a stage are not affected: they are not read again.
 
     Raises:
         NotImplementedError: if the setting is on; names it.
@@ -124,14 +124,14 @@ def check_host_limit(
 ) -> None:
     """Reject a host limit that cannot hold even the smallest useful group: one hidden activation.
 
-    Without a limit warn of host memory that megatron-core will take later, in an amount that cannot be known.
+    Without a limit, warn about host memory that megatron-core will take later, in an unknown amount.
 
     Raises:
         ValueError: if it cannot; names both sizes.
     """
     if limit_bytes is None:
         _warn_of_spilled_stash(config)
-    if limit_bytes is None or not seq_length or not micro_batch_size:  # without a pipeline they may not be given
+    if limit_bytes is None or not seq_length or not micro_batch_size:  # may be missing without a pipeline
         return
     need = hidden_bytes(config, seq_length, micro_batch_size)
     if limit_bytes < need:
@@ -147,7 +147,7 @@ def _warn_of_spilled_stash(config: Any) -> None:
     if factor and getattr(config, "moe_paged_stash", False):
         logger.warning(
             "moe_paged_stash_buffer_size_factor_cpu=%g pins host memory after the first step, when offload has taken "
-            "what it needs: give offload_host_limit_bytes (--offload-host-limit-bytes), so that there is room for both",
+            "what it needs: give offload_host_limit_bytes (--offload-host-limit-bytes), to leave room for both",
             factor,
         )
 
@@ -175,16 +175,16 @@ def check_model(
 
     Args:
         chunks: this rank's model chunks.
-        names: of the table.
-        config: of the model.
-        problem: error of this rank, if any; makes every rank raise instead of leaving the others waiting.
+        names: names of the table.
+        config: the model's.
+        problem: error of this rank, if any; makes every rank raise, so that none waits for ever.
         pp: the pipeline-parallel process group.
         has_budget: a budget decides what this rank offloads.
         thresholds: least sizes of what each name moves.
 
     Raises:
-        ValueError: if a name matches nothing, or has a least size and no groups; the same on every rank, and lists what
-            the model has. Or if only some ranks have a budget: those would wait for the others.
+        ValueError: if a name matches nothing, or has a least size but no groups; the same on every rank, and lists what
+            the model has. Also if only some ranks have a budget: they would wait for the others.
     """
     report = _Report(
         None if problem else survey(chunks), problem, tuple(names), has_budget=has_budget, thresholds=thresholds
@@ -227,12 +227,12 @@ def check_names(names: Sequence[str], model: Survey, config: Any) -> None:
     """Reject names that match nothing.
 
     Args:
-        names: to offload.
-        model: what all of its stages have.
-        config: of the model.
+        names: names to offload.
+        model: survey of all stages.
+        config: the model's.
 
     Raises:
-        ValueError: if there is one; lists what the model has.
+        ValueError: if one does; lists what the model has.
     """
     missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
     if missing:
@@ -245,8 +245,8 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
     Called after the first step, when the sizes of groups are known and the optimizer has not used the gradients yet.
 
     Args:
-        stats: of the step; None: this rank offloads nothing.
-        limit_bytes: of the host tier, if there is one.
+        stats: counters of the step; None: this rank offloads nothing.
+        limit_bytes: limit of the host tier, if there is one.
         pp: the pipeline-parallel process group.
 
     Returns:
@@ -269,11 +269,11 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
 
 
 def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | None:
-    """Explain why a step with groups moved nothing, and how to fix it; None if no known reason applies.
+    """Return why a step with groups moved nothing, and how to fix it; None if no known reason applies.
 
     Args:
-        stats: of the step.
-        config: of its engine.
+        stats: counters of the step.
+        config: configuration of its engine.
     """
     if not stats.num_groups or config.dry_run or isinstance(config.policy, ResidentBudget):
         return None
@@ -284,7 +284,7 @@ def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | Non
             "it. Lower the threshold, or disable the feature that installs those hooks"
         )
     if stats.num_kept_groups == stats.num_groups:
-        return "its only groups are the last of their names. Their backward comes at once, before a copy could be back"
+        return "its only groups are the last of their names: their backward comes at once, before a copy could return"
     return None
 
 
@@ -327,7 +327,7 @@ def _fused_message(config: Any, name: str, path: str, class_name: str) -> str:
     setting = "use_grouped_gemm_for_shared_expert" if whole == "shared_experts" else "use_transformer_engine_op_fuser"
     return (
         f"offload_modules has {name!r}, but {setting}=True runs {path} ({class_name}) as one operation of "
-        f"TransformerEngine, which calls none of its submodules: {instead}drop the name, or switch {setting} off"
+        f"TransformerEngine, which calls none of its submodules: {instead}omit the name, or switch {setting} off"
         f"{_other_names([name])}"
     )
 
@@ -365,13 +365,13 @@ def _selective_conflict(config: Any, row: ModuleRow, norms: frozenset[str]) -> s
     for module in config.recompute_modules or ():
         if module in row.recomputed_by and module not in row.input_of:
             return (
-                f"recompute_modules has {module!r}, which recomputes it: there is nothing to move but what that starts "
-                f"from. {_input_of(module, norm)}"
+                f"recompute_modules has {module!r}, which recomputes it: only the input of the recomputation can move. "
+                f"{_input_of(module, norm)}"
             )
         if module in row.discarded_by and _discards_all(config, module, norm in norms):
             return (
-                f"what it saves is discarded by {module!r} in recompute_modules and computed again: there is nothing "
-                f"to move but what that starts from. {_input_of(module, norm)}"
+                f"{module!r} in recompute_modules discards and recomputes what it saves: only the input of the "
+                f"recomputation can move. {_input_of(module, norm)}"
             )
     return None
 
@@ -380,7 +380,7 @@ def _input_of(module: str, norm: str | None) -> str:
     """Return advice: the name that moves the input of what a value of `recompute_modules` recomputes."""
     rows = [row for row in MODULES if module in row.input_of and (module != "layernorm" or row.spans[0].path == norm)]
     names = [row.name for row in rows if not row.parts]
-    return f"Offload {names[-1]!r}, or drop one of the two" if names else "Drop one of the two"
+    return f"Offload {names[-1]!r}, or omit one of the two" if names else "Omit one of the two"
 
 
 def _discards_all(config: Any, module: str, has_own_norm: bool) -> bool:
@@ -402,8 +402,8 @@ def _norm_conflict(config: Any, row: ModuleRow) -> str | None:
     if not getattr(config, "fused_residual_rmsnorm", False) or row.spans[0].path not in BLOCKS.values():
         return None
     return (
-        "fused_residual_rmsnorm=True runs this norm together with the residual connection in front of it, outside the "
-        "module. Switch fused_residual_rmsnorm off, or drop the name"
+        "fused_residual_rmsnorm=True runs this norm together with the residual connection before it, outside the "
+        "module. Switch fused_residual_rmsnorm off, or omit the name"
     )
 
 
@@ -411,6 +411,6 @@ def _shared_experts_conflict(config: Any, name: str) -> str | None:
     if name != "shared_experts" or not getattr(config, "moe_shared_expert_overlap", False):
         return None
     return (
-        "moe_shared_expert_overlap=True runs the parts of the shared experts one by one, between the steps of the "
+        "moe_shared_expert_overlap=True runs the parts of the shared experts separately, between the steps of the "
         "dispatcher, and never calls the whole: offload 'shared_fc1' and 'shared_fc2'"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of whole steps by megatron-core: what they need, and whether their graph is still there."""
+"""Checks captures of whole steps by megatron-core, and releases them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_whole_step(config: Any, has_budget: bool) -> None:
     """Check a configuration whose steps are captured as a whole.
 
     Raises:
-        NotImplementedError: if a setting cannot work beside that; names both, and what to do.
+        NotImplementedError: if a setting excludes that; names both, and what to do.
     """
     steps = getattr(config, "cuda_graph_warmup_steps", _LEAST_WARMUP)
     if steps < _LEAST_WARMUP:
@@ -25,17 +25,17 @@ def check_whole_step(config: Any, has_budget: bool) -> None:
     if has_budget:
         raise NotImplementedError(
             "offload_gpu_budget beside a capture of whole steps: a budget measures steps and changes what stays, and a "
-            "graph cannot change. Name offload_modules instead, or drop one of the two"
+            "graph cannot change. Name offload_modules instead, or omit one of the two"
         )
     if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
         raise NotImplementedError(
             "offload_activation beside a capture of whole steps and moe_expert_rank_capacity_factor, whose runner "
-            "repeats steps in which experts overflow: drop one of the three"
+            "repeats steps in which experts overflow: omit one of the three"
         )
 
 
 def release_captured(engine: OffloadEngine) -> None:
-    """Return the host memory of captured steps and layers whose graphs are gone.
+    """Release captured steps and layers whose graphs have been reset or freed.
 
     Raises:
         OffloadError: if megatron-core still has a graph.

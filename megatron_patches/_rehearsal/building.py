@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the chunks of one rank, and what holds them, where all other ranks are imagined."""
+"""Builds the chunks of one rank, and their wrappers, without the other ranks."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def with_gradients(job: TrainingJob, config: Any, chunk: torch.nn.Module, is_beh
     """Return the chunk as the schedule gets it: in DistributedDataParallel, which keeps gradients, if the job has it.
 
     Args:
-        job: of the model.
-        config: of the model.
-        chunk: bare.
+        job: job of the model.
+        config: the model's.
+        chunk: chunk without wrappers.
         is_behind: other chunks of the rank come before it.
     """
     if not job.has_data_parallelism:
@@ -71,7 +71,7 @@ def with_gradients(job: TrainingJob, config: Any, chunk: torch.nn.Module, is_beh
 
 
 def workspace_bytes(job: TrainingJob, chunks: Sequence[Any]) -> int:
-    """Return what matrix products hold for good: TransformerEngine for its own, torch for the logits'."""
+    """Return the bytes of permanent workspaces of matrix products: TransformerEngine's, and torch's for logits."""
     has_logits = any(chunk.post_process for chunk in chunks)
     return WORKSPACE_BYTES * (int(job.has_te) + (2 if has_logits or not job.has_te else 0))
 
@@ -83,7 +83,7 @@ def virtual_stages(config: Any) -> list[int | None]:
 
 
 def data_parallel_size() -> int:
-    """Return among how many ranks an optimizer is distributed."""
+    """Return the number of ranks over which an optimizer is distributed."""
     from megatron.core import parallel_state
 
     return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True))
@@ -91,7 +91,7 @@ def data_parallel_size() -> int:
 
 @contextlib.contextmanager
 def one_rank_of_many(job: TrainingJob, rank: int) -> Iterator[None]:
-    """Set up parallel state as the first process of a pipeline rank sees it; all others are imagined."""
+    """Set up parallel state as the first process of a pipeline rank sees it; no other process exists."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -107,7 +107,7 @@ def one_rank_of_many(job: TrainingJob, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_process_of_many(rank: int, world_size: int) -> Iterator[None]:
-    """Set up a process group whose other processes are imagined."""
+    """Set up a process group whose other processes do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

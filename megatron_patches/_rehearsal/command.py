@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_patches --plan`: what a training would take, before there is a GPU."""
+"""`python -m megatron_patches --plan`: predicts what training would take, without a GPU."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from offload_engine.sizes import Size
 
 
 def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str]) -> str | None:
-    """Print the forecast of a script's training; return what is wrong, in one line, or None.
+    """Print the forecast of a script's training; return an error in one line, or None.
 
     Args:
-        args: with `hardware`, `hardware_file`, `nodes`, `budget`, `recording` and `plan_plot`.
-        defaults: by the flags of offload in front of the script.
+        args: parsed flags, with `hardware`, `hardware_file`, `nodes`, `budget`, `recording` and `plan_plot`.
+        defaults: settings of the offload flags before the script.
         script: its path and its arguments.
     """
     try:
@@ -42,7 +42,7 @@ def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str
 
 
 def _budget_bytes(own: Size, job: TrainingJob, hardware: Hardware) -> int:
-    """Return `--budget`, or without it the budget that the run itself would have."""
+    """Return `--budget`, or otherwise the budget of the run itself."""
     if own == Size() and job.settings.gpu_budget is not None:
         return checked(job.settings.gpu_budget, hardware.gpu_bytes, 0)
     return budget_on(hardware, own)
@@ -55,13 +55,14 @@ def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Foreca
 
 
 def _notes(job: TrainingJob) -> list[str]:
-    """Return what the forecast takes for granted."""
+    """Return the assumptions of the forecast."""
+    context = "8 GiB of CUDA and TransformerEngine's kernels" if job.has_te else "0.6 GiB of CUDA"
     notes = [
-        "Fullest GPU: what is allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA. Not counted: "
-        "communication beside the backward of data parallelism, and fused accumulation of weight gradients."
+        f"Fullest GPU: allocated bytes, 8% more that the allocator holds, and {context}. Not counted: "
+        "communication during the backward of data parallelism, and fused accumulation of weight gradients."
     ]
     if job.has_experts:
-        notes.append("Experts: each is taken to get equally many tokens.")
+        notes.append("Experts: all are assumed to get equally many tokens.")
     if job.has_te:
         notes.append(
             "Layers are those of TransformerEngine, with fused attention; --transformer-impl local changes it."

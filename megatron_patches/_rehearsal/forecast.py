@@ -20,7 +20,7 @@ from offload_engine.planning.predict import Costs
 from offload_engine.planning.shapes import Bounds
 from offload_engine.rehearsal.chosen import choose_within
 from offload_engine.rehearsal.engine import NotedBoundary
-from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, make_forecast
+from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES, Forecast, RankForecast, WayForecast, make_forecast
 from offload_engine.rehearsal.share import kept_by_share
 
 _FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -38,9 +38,9 @@ def forecast_job(
     """Rehearse a job on a machine.
 
     Args:
-        job: of the script.
-        hardware: of one node.
-        budget_bytes: what a process may hold on its GPU; None: all of it.
+        job: job of the script.
+        hardware: machine of one node.
+        budget_bytes: bytes that a process may hold on its GPU; None: all of them.
         on_progress: called `NUM_WAYS` times for each pipeline rank.
 
     Raises:
@@ -64,7 +64,7 @@ class _Rehearsed(NamedTuple):
 
     forecast: RankForecast
     modules: tuple[str, ...]
-    """To offload, of those that it has."""
+    """Names to offload, of those that it has."""
     survey: Survey
     """Survey of all its modules."""
     actions: tuple[Action, ...]
@@ -90,11 +90,13 @@ def _rehearse_rank(
         is_combined = overlaps_expert_comm(stage.config)
     full = _recomputed(job, hardware, link, rank, number)
     on_progress()
-    ways = (
+    ways: tuple[WayForecast, ...] = (
         WayForecast("no offload", none.peak_bytes, none.milliseconds),
         WayForecast(_name_of_offload(job), away.peak_bytes, away.milliseconds, away.host_bytes),
         full,
     )
+    if job.has_te:
+        ways = tuple(way._replace(context_bytes=TE_CONTEXT_BYTES) for way in ways)
     state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
     kept = kept_by_share(none.shapes, actions, settings.engine)
     rank_forecast = RankForecast(
@@ -116,7 +118,9 @@ def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankFo
     rank = rehearsed.forecast
     short = Job(rehearsed.actions, rank.shapes, rank.bounds, rank.is_combined)
     whole = replace(short, actions=rank.actions)
-    return rank._replace(chosen=choose_within(budget_bytes, short, whole, rehearsed.boundaries, Costs(link)))
+    context_bytes = rank.ways[0].context_bytes
+    chosen = choose_within(budget_bytes, short, whole, rehearsed.boundaries, Costs(link), context_bytes)
+    return rank._replace(chosen=chosen)
 
 
 def _name_of_offload(job: TrainingJob) -> str:
@@ -133,7 +137,7 @@ def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, num
 
 
 def _offloadable(job: TrainingJob) -> dict[str, Any]:
-    """Return the changes without which nothing could be offloaded: full recomputation is a way of its own."""
+    """Return the changes without which nothing could be offloaded: full recomputation is rehearsed separately."""
     return dict(_NO_FULL) if job.recomputes_all else {}
 
 
@@ -144,5 +148,5 @@ def _num_tokens(job: TrainingJob) -> int:
 
 
 def _optimizer_ms(job: TrainingJob, hardware: Hardware, rank: RankForecast) -> float:
-    """Return what reading and writing state, gradients and weights takes once, at the rate of other kernels."""
+    """Return how long it takes to read and write state, gradients and weights once, at the rate of other kernels."""
     return 2 * rank.state_bytes / hardware.memory_gbps / 1e6 if job.optimizer_bytes else 0.0

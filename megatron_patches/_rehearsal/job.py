@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainingJob`: what the arguments of a script ask for, as far as a rehearsal needs it."""
+"""`TrainingJob`: holds the arguments of a script, as far as a rehearsal needs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrainingJob:
     """A training of a GPT with megatron-core."""
 
     make_config: Any
-    """Returns a new TransformerConfig, with what it is called with in place of the job's own."""
+    """Returns a new TransformerConfig; its arguments replace fields of the job's own."""
     vocab_size: int
     """Padded."""
     seq_length: int
@@ -50,6 +50,6 @@ class TrainingJob:
 
     @property
     def is_partial(self) -> bool:
-        """Return whether a part of what the modules save stays, whatever the bounds."""
+        """Return whether a part of the saved tensors of the modules stays, whatever the bounds."""
         own = self.settings
         return bool(own.engine.keeps_a_share or own.rank_delta_bytes or own.num_layers or own.thresholds.by_name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TransformerEngine's kernels save, allocate and touch, as autograd functions that compute nothing.
+"""Imitates what TransformerEngine's kernels save, allocate and touch, by autograd functions that compute nothing.
 
-They are for hollow tensors: a kernel stands here as the operators of torch that touch as many bytes, or take as many
-operations. In use it is `megatron_patches._rehearsal.modules`.
+They are for hollow tensors: a kernel is replaced by torch operators that touch as many bytes, or take as many
+operations. `megatron_patches._rehearsal.modules` uses them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Norm(torch.autograd.Function):
-    """LayerNorm or RMSNorm: saves its input, its weight, and one or two floats for each token."""
+    """LayerNorm or RMSNorm: saves its input, its weight, and one or two floats per token."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -42,9 +42,9 @@ class Rotation(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """A linear layer, behind a norm or not; with sequence parallelism it gathers or scatters tokens.
+    """A linear layer, with or without a norm before it; with sequence parallelism it gathers or scatters tokens.
 
-    It saves its input, with a norm also the input of that. What it gathers it gathers again in backward.
+    It saves its input, and with a norm also the input of the norm. Gathered tokens are gathered again in backward.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Fused attention over [sequence, batch, heads, dim]: saves its inputs, its output, and one float for each row."""
+    """Fused attention over [sequence, batch, heads, dim]: saves its inputs, its output, and one float per row."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -107,13 +107,13 @@ class Attention(torch.autograd.Function):
 
 
 class Tokens:
-    """How a linear layer exchanges tokens with the other ranks of its tensor parallelism.
+    """Exchanges tokens of a linear layer with the other ranks of its tensor parallelism.
 
     Args:
-        group: of tensor parallelism; None: it exchanges nothing.
+        group: process group of tensor parallelism; None: nothing is exchanged.
         mode: "column", "row" or "duplicated".
         is_sequence_parallel: tokens are split among ranks outside the layer.
-        num_statistics: floats that its norm saves for each token.
+        num_statistics: number of floats that its norm saves per token.
     """
 
     def __init__(self, group: Any, mode: str, is_sequence_parallel: bool, num_statistics: int = 1) -> None:
@@ -162,7 +162,7 @@ def _statistics(x: torch.Tensor, number: int) -> list[torch.Tensor]:
 
 
 def _by_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a weight; with the fusion of Megatron it is added where gradients are kept."""
+    """Return the gradient of a weight; with Megatron's fusion it is added to the kept gradient."""
     product = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
     return product.to(weight.dtype)
 

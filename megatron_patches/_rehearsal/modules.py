@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for TransformerEngine's modules, which need a GPU: same parameters, same saved tensors."""
+"""Stands in for TransformerEngine's modules, which need a GPU: same parameters, same saved tensors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class RehearsedRowGroupedLinear(_GroupedBase):
 
 
 class RehearsedAttention(torch.nn.Module):
-    """TEDotProductAttention, with the kernels that never store the matrix of scores."""
+    """Stands in for TEDotProductAttention, with kernels that never store the matrix of scores."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class RehearsedAttention(torch.nn.Module):
 
 
 class RehearsedSpecProvider(LocalSpecProvider):
-    """The modules of a layer with TransformerEngine, as stand-ins."""
+    """Provides stand-ins for the modules of a layer with TransformerEngine."""
 
     def linear(self) -> type:
         return RehearsedLinear
@@ -162,7 +162,7 @@ class RehearsedSpecProvider(LocalSpecProvider):
 
 
 def _experts(is_grouped: bool, is_pair: bool) -> Any:
-    """Return the class of the experts and its submodules: a pair up to 0.16, one maker of it since."""
+    """Return the class of the experts and its submodules: a pair up to 0.16, one factory since."""
     from functools import partial
 
     from megatron.core.transformer.moe import experts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that let megatron-core's GPU model run as a rehearsal: with stand-ins for what needs a GPU or contents."""
+"""Rows that let megatron-core's GPU model run as a rehearsal, with stand-ins for code that needs a GPU or contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offload_engine.rehearsal.tensors import HollowTensors
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _ROPE = f"{_EMBEDDINGS}.rope_utils"
-_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile has made a kernel of
+_COMPILED = "_torchdynamo_orig_callable"  # of a function that torch.compile has turned into a kernel
 _SENDS = ":_p2p_ops"
 
 
@@ -29,7 +29,7 @@ def rehearsal_rows(hollow: HollowTensors, has_te: bool) -> list[Patch]:
     """Return the rows of a rehearsal.
 
     Args:
-        hollow: in force while the model runs.
+        hollow: the mode that is in force while the model runs.
         has_te: the model has TransformerEngine's modules.
     """
     rows = [row for row in cpu_rows() if not row.target.endswith(_SENDS)]  # nothing is sent
@@ -74,7 +74,7 @@ def _context_rows() -> Iterator[Patch]:
 
 
 def own_part(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """Stand in for the choice of a rank's part of the sequence: it is as large."""
+    """Return a tensor as large as a rank's part of the sequence."""
     return pos_emb.narrow(seq_dim, 0, pos_emb.shape[seq_dim] // cp_group.size()).contiguous()
 
 
@@ -96,7 +96,7 @@ def balanced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def balanced_map(num_tokens: int, num_experts: int, topk: int) -> torch.Tensor:
-    """Return which experts each token goes to, so that all get equally many."""
+    """Return the experts of each token, so that all experts get equally many."""
     places = torch.arange(num_tokens * topk, dtype=torch.int64)
     chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
     chosen[places // topk, places % num_experts] = True
@@ -104,7 +104,7 @@ def balanced_map(num_tokens: int, num_experts: int, topk: int) -> torch.Tensor:
 
 
 def _fused_rows(hollow: HollowTensors) -> Iterator[Patch]:
-    """Take each function of the fusions as the one kernel that it is compiled to."""
+    """Yield rows that run each function of the fusions as the one kernel that it is compiled to."""
     folder = importlib.import_module("megatron.core.fusions")
     for found in pkgutil.iter_modules(folder.__path__):
         module = _imported(f"megatron.core.fusions.{found.name}")

@@ -47,7 +47,7 @@ _SWITCHED_OFF = (
     "moe_permute_fusion",
     "moe_router_fusion",
 )
-"""What needs contents, or kernels that are not rehearsed; and megatron-core's own offload."""
+"""Settings that need contents, or kernels that are not rehearsed; and megatron-core's own offload."""
 _NO_OFFLOAD = Settings(OffloadConfig(), ())
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _NOT_REHEARSED = {
@@ -70,7 +70,7 @@ _NOT_REHEARSED = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
 }
-"""What makes another model or keeps other state, by the names of parsed arguments."""
+"""Parsed arguments that make another model or keep other state."""
 _OFF = (None, False, "none")
 
 
@@ -81,16 +81,16 @@ class ScriptError(Exception):
 def read_job(script: Sequence[str], world_size: int, defaults: Settings = _NO_OFFLOAD) -> TrainingJob:
     """Read the job of a script: its path and its arguments.
 
-    The arguments are read by the trainer of examples/pretrain_gpt.py where that is the script, and by Megatron-LM's
-    parser for every other. As on GPUs, TransformerEngine is taken to be there unless the arguments say local.
+    The arguments of examples/pretrain_gpt.py are read by its own parser, those of every other script by Megatron-LM's.
+    As on GPUs, TransformerEngine is assumed to be installed unless the arguments say local.
 
     Args:
         script: its path, and its arguments.
         world_size: number of GPUs.
-        defaults: by the flags in front of the script.
+        defaults: settings of the flags before the script.
 
     Raises:
-        ScriptError: if the arguments cannot be read, or do not fit each other or the number of GPUs.
+        ScriptError: if the arguments cannot be read, or contradict each other or the number of GPUs.
     """
     path, *arguments = script
     read = _read_trainers if (Path(path).parent / _TRAINER / "arguments.py").is_file() else _read_megatrons
@@ -107,21 +107,21 @@ def read_job(script: Sequence[str], world_size: int, defaults: Settings = _NO_OF
 
 
 def _offload_of(config: Any, defaults: Settings) -> Settings:
-    """Return what a run of this configuration would offload, and with which engine.
+    """Return the settings with which a run of this configuration would offload.
 
     Raises:
-        ValueError: for what a run refuses, and what is not rehearsed.
+        ValueError: for settings that a run refuses, or that are not rehearsed.
     """
     settings = resolve(config, defaults) or defaults
     own = [name for name in _OWN_OFFLOAD if getattr(config, name, False)]
     if own:
         raise ValueError(f"{own[0]} is megatron-core's own, which is not rehearsed: give --offload-engine as well")
     if settings.engine.directory is not None:
-        raise ValueError(f"offload_dir={settings.engine.directory} is for a run without a GPU: leave it out")
+        raise ValueError(f"offload_dir={settings.engine.directory} is for a run without a GPU: omit it")
     if config.recompute_granularity == "full" and "layer_input" in settings.modules:
         raise ValueError(
             "offload_modules has 'layer_input', and --plan rehearses offload without recompute_granularity='full': "
-            "leave one of the two out"
+            "omit one of the two"
         )
     engine = settings.engine.replace(dry_run=False, cpu_affinity=False)
     return settings._replace(engine=engine, trace=None, has_report=False, plan=None, plan_plot=None)
@@ -169,11 +169,11 @@ def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Re
 def _check_is_rehearsed(args: argparse.Namespace) -> None:
     given = [flag for name, flag in _NOT_REHEARSED.items() if getattr(args, name, None) not in _OFF]
     if given:
-        raise ValueError(f"--plan does not rehearse {', '.join(given)}: leave it out for a forecast without it")
+        raise ValueError(f"--plan does not rehearse {', '.join(given)}: omit it for a forecast without it")
 
 
 class _ScriptParser(OneLineParser):
-    """Megatron-LM's parser, whose mistakes are one line."""
+    """Megatron-LM's parser, which reports mistakes in one line."""
 
     @classmethod
     def of(cls, parser: argparse.ArgumentParser) -> _ScriptParser:
@@ -183,7 +183,7 @@ class _ScriptParser(OneLineParser):
     def error(self, message: str) -> NoReturn:
         """Raise `ScriptError`."""
         if message.startswith("unrecognized"):
-            message += "; flags that the script itself adds cannot be read before it runs: leave them out"
+            message += "; flags that the script itself adds cannot be read before it runs: omit them"
         raise ScriptError(f"{self.prog}: {message}")
 
 
@@ -229,7 +229,7 @@ def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_si
 
 
 def _maker(make_config: Callable[[], Any]) -> Callable[..., Any]:
-    """Return what makes a configuration with some fields changed, and nothing in it that needs a GPU or contents."""
+    """Return a function that makes a configuration with changed fields, none of which needs a GPU or contents."""
 
     def make(**changes: Any) -> Any:
         config = make_config()
@@ -274,10 +274,10 @@ def _answering(answer: Any, original: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _command_line(words: Sequence[str], world_size: int) -> Iterator[None]:
-    """Set what Megatron-LM reads of a process."""
+    """Set what Megatron-LM reads from a process."""
     argv, sys.argv = sys.argv, list(words)
     own = {"RANK": "0", "WORLD_SIZE": str(world_size)}
-    own[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")  # as runs before Blackwell are asked to have it
+    own[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")  # required of runs on GPUs before Blackwell
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StageRehearsal`: one rank of a job in this process, with no other ranks, no GPU, and no memory for its tensors."""
+"""`StageRehearsal`: runs one rank of a job without other ranks, a GPU, or memory for its tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepOutcome(NamedTuple):
 
 
 class StageSizes(NamedTuple):
-    """What a rank holds all the time."""
+    """Bytes that a rank holds permanently."""
 
     num_parameters: int
     weight_bytes: int
@@ -69,10 +69,10 @@ class StageRehearsal:
     """Builds the chunks of one pipeline rank and runs training steps of them.
 
     Args:
-        job: to rehearse.
-        hardware: whose clocks run.
-        link: of its GPU.
-        rank: of the pipeline.
+        job: job to rehearse.
+        hardware: machine whose clocks run.
+        link: link of its GPU.
+        rank: rank in the pipeline.
         changes: fields of the configuration to change, for instance recomputation.
     """
 
@@ -85,11 +85,11 @@ class StageRehearsal:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[ReadyStage]:
-        """Build the model, and give everything back at the end.
+        """Return a context manager that builds the model, and frees everything at its end.
 
         Raises:
             ValueError, AssertionError: if megatron-core rejects the configuration.
-            RehearsalError: if the model, or a step of it, breaks off.
+            RehearsalError: if the model, or a step of it, fails.
         """
         hollow = HollowTensors(KernelCosts(self._hardware, self._job.has_te), self._hardware.peer_gbps)
         device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
@@ -129,9 +129,9 @@ class ReadyStage:
 
     @property
     def steady_microbatches(self) -> int:
-        """Return how many microbatches show the peak of a step: more of them only repeat.
+        """Return how many microbatches show the peak of a step; more only repeat it.
 
-        Interleaved ones come in whole groups, of at least the pipeline's size.
+        Interleaved schedules need whole groups, of at least the pipeline's size.
         """
         size = self._job.parallel.get("pipeline_model_parallel_size", 1)
         is_interleaved = self.config.virtual_pipeline_model_parallel_size is not None
@@ -139,9 +139,9 @@ class ReadyStage:
         return min(self._job.num_microbatches, 3 * group)
 
     def settings_of(self, wanted: Settings) -> Settings:
-        """Return the settings for this rank: with the names that it has of those wanted; none wanted: all of them.
+        """Return the settings for this rank, with those of the wanted names that it has; all if none is wanted.
 
-        A budget is none of them: what it would choose is forecast from the step without one.
+        A budget is left out: its choices are forecast from the step without one.
         """
         names = self.names()
         if wanted.modules:
@@ -158,7 +158,7 @@ class ReadyStage:
         )
 
     def actions(self, num_microbatches: int) -> list[Action]:
-        """Return the order of this rank's step with so many microbatches."""
+        """Return the schedule of this rank's step with `num_microbatches` microbatches."""
         config, size = self.config, self._job.parallel.get("pipeline_model_parallel_size", 1)
         is_combined = overlaps_expert_comm(config)
         if size == 1:
@@ -169,7 +169,7 @@ class ReadyStage:
         return interleaved(size, self._rank, virtual, num_microbatches, group_size, is_combined)
 
     def names(self) -> list[str]:
-        """Return the names that this rank has and that can be offloaded, without those that have parts."""
+        """Return the names on this rank that can be offloaded, without those that have parts."""
         counts: dict[str, int] = {}
         for name, number in survey(self.bare).sites.items():
             counts[name] = counts.get(name, 0) + number
@@ -178,11 +178,11 @@ class ReadyStage:
         return [name for name in found if name not in whole and self._is_possible(name)]
 
     def run(self, settings: Settings, num_microbatches: int | None = None) -> StepOutcome:
-        """Run a step; where something moves two, and return the second: the policy learns sizes from the first.
+        """Run a step; if something moves, run two and return the second, because the policy learns sizes in the first.
 
         Args:
-            settings: for this rank; without modules: no engine, and what the whole step allocates.
-            num_microbatches: of a step; None: the job's.
+            settings: settings for this rank; without modules, no engine runs.
+            num_microbatches: microbatches of a step; None: the job's.
         """
         number = self._job.num_microbatches if num_microbatches is None else num_microbatches
         is_moving = bool(settings.modules) and not settings.engine.dry_run
@@ -251,7 +251,7 @@ def _loss(mask: torch.Tensor, losses: torch.Tensor) -> Any:
 
 
 class _Runtime(ModelRuntime):
-    """Runs the engine of one rank on a rehearsal's device; there are no others to agree with."""
+    """Runs the engine of one rank on a rehearsal's device, without other ranks to agree with."""
 
     def __init__(self, device: RehearsalDevice) -> None:
         super().__init__(Settings(OffloadConfig(), (), None, False), None)
@@ -260,7 +260,7 @@ class _Runtime(ModelRuntime):
         self._step_now: Step | None = None
 
     def use(self, settings: Settings) -> None:
-        """Offload so from the next step on."""
+        """Apply `settings` from the next step on."""
         self.detach_all()
         self._engine = None
         self._defaults = settings
@@ -271,7 +271,7 @@ class _Runtime(ModelRuntime):
         return super().step(self._step_now)
 
     def outcome(self, peak_bytes: int) -> StepOutcome:
-        """Return what the last step has shown."""
+        """Return the outcome of the last step."""
         assert self._step_now is not None
         actions = tuple(self._step_now.order(self._step_now.config))
         if self._engine is None:

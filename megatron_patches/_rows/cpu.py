@@ -38,7 +38,7 @@ def apply_cpu_support() -> Applied:
 
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
-        PatchError: if the rows are in force already.
+        PatchError: if the rows are already in force.
     """
     return apply_patches(() if torch.cuda.is_available() else cpu_rows(), version=check_supported())
 

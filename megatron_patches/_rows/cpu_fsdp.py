@@ -52,7 +52,7 @@ def fsdp_cpu_rows() -> list[Patch]:
 
 
 class _TorchOfFsdp(TorchWithoutGpu):
-    """Names the CPU where its modules make the name of a device from the number of the current one."""
+    """Names the CPU where modules of Megatron-FSDP build the name of a device from the index of the current one."""
 
     def __init__(self, real: types.ModuleType) -> None:
         super().__init__(real)
@@ -63,7 +63,7 @@ class _TorchOfFsdp(TorchWithoutGpu):
 
 
 class _DistributedInOrder:
-    """Stands in for `torch.distributed`: weights are there when the call that gathers them returns."""
+    """Stands in for `torch.distributed`: weights are gathered when the call returns."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.distributed, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row for Megatron-FSDP, which gathers the weights of a layer into a buffer that it frees and uses again."""
+"""Row for Megatron-FSDP, which gathers the weights of a layer into a buffer that it frees and reuses."""
 
 from __future__ import annotations
 

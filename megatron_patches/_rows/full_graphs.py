@@ -39,7 +39,7 @@ def _wrap_call(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..
         chunk = _first_chunk(kwargs["model"])
         runtime.captures.release(chunk)  # of a graph that was reset
         captures = self.curr_iter("training") == self.cuda_graph_warmup_steps
-        # Around the first replay, too: only behind it does the graph own its host memory, before another step borrows.
+        # Around the first replay, too: the graph must own its host memory before another step borrows it.
         with runtime.captures.of_step(chunk) if captures else nullcontext():
             return original(self, *args, **kwargs)
 

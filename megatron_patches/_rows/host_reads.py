@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mode in which torch reads small device tensors without waiting for the copies of activations."""
+"""Provides a mode in which torch reads small device tensors without waiting for the copies of activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HostReads(TorchFunctionMode):
 
     Args:
         engine: performs the reads.
-        num_selected: number of results of every `masked_select`; None: the host reads it, too.
+        num_selected: number of results of every `masked_select`; None: the host reads that number, too.
     """
 
     def __init__(self, engine: OffloadEngine, num_selected: int | None = None) -> None:
@@ -64,7 +64,7 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
         flat = mask.reshape(-1)
-        # The position of each True among the results; each False goes to one spare position behind them.
+        # The position of each True among the results; each False goes to one spare position after them.
         places = torch.where(flat, flat.cumsum(0) - 1, count)
         numbers = torch.arange(flat.numel(), device=flat.device)
         positions = numbers.new_empty(count + 1).scatter_(0, places, numbers)[:count]

@@ -5,7 +5,7 @@ A copy of a few bytes waits for the copy engine, which serves activations first 
 megatron-core 0.16.1, 0.19.2 and 0.20 the host reads the device
 
 - in the alltoall dispatcher: split sizes and token counts in `maybe_move_tensor_to_cpu`, started on a stream of their
-  own as soon as they are known and waited for in front of the all-to-all; before 0.17 once more in an unfused `permute`
+  own as soon as they are known and waited for before the all-to-all; before 0.17 once more in an unfused `permute`
   (`masked_select` needs its number of results). A read by a kernel needs no stream of its own: it is queued on the
   stream that computes the split sizes;
 - in the allgather dispatcher: `.cpu()`, `.item()` and `masked_select` in `dispatch_postprocess`;

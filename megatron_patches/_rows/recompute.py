@@ -95,8 +95,8 @@ def _wrap_full_checkpoint(original: Callable[..., Any] | None, *, runtime: Runti
         try:
             output = original(*args, **kwargs)
         except BaseException:
-            bracket.leave()
+            bracket.abandon()
             raise
-        return bracket.leave_with(output)
+        return bracket.commit(output)
 
     return checkpoint

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches as rows of a table: what is replaced, by what, why, and in which versions of megatron-core.
+"""Applies patches that are rows of a table: what is replaced, by what, why, and in which versions of megatron-core.
 
 Nothing is patched at import. `apply_patches` installs rows, all or none; `Applied.remove` restores all targets.
 Independent of offloading.
@@ -105,11 +105,11 @@ def apply_patches(rows: Sequence[Patch], *, version: str | None = None) -> Appli
     """Apply the rows in order, except those for other versions; on an error remove all of them.
 
     Args:
-        rows: of the table.
-        version: of megatron-core; None: the installed one.
+        rows: rows of the table.
+        version: version of megatron-core; None: the installed one.
 
     Raises:
-        PatchError: if a target is missing (or, with `is_new`, exists), or a row is in force already.
+        PatchError: if a target is missing (or, with `is_new`, exists), or a row is already in force.
     """
     version = installed_version() if version is None else version
     applied = Applied()

@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Captures(Protocol):
-    """Captures of CUDA graphs, of the model with `chunk` as its first chunk."""
+    """Announces captures of CUDA graphs, of the model with `chunk` as its first chunk."""
 
     def of_step(self, chunk: torch.nn.Module) -> AbstractContextManager[object]:
         """Return a context manager around the capture of the next step."""
@@ -52,14 +52,14 @@ class Captures(Protocol):
         """Return a context manager around the captures of the layers."""
 
     def release(self, chunk: torch.nn.Module) -> None:
-        """Return the host memory of captures whose graphs are gone."""
+        """Release captures whose graphs have been reset or freed."""
 
 
 class Runtime(Protocol):
     """The running training step, as far as rows need it."""
 
     host_claims: HostClaims
-    """What optimizers on the CPU will take of host memory."""
+    """Host memory that optimizers on the CPU will take."""
 
     @property
     def running_engine(self) -> OffloadEngine | None:
@@ -67,14 +67,14 @@ class Runtime(Protocol):
 
     @property
     def active_engine(self) -> OffloadEngine | None:
-        """Return the engine of the running step if groups may be opened now, else None."""
+        """Return the engine of the running step if groups may be opened now, otherwise None."""
 
     def step(self, step: Step) -> AbstractContextManager[object] | None:
         """Return a context manager for one training step; None if nothing is to be offloaded."""
 
     @property
     def captures(self) -> Captures:
-        """Return what captures are announced to."""
+        """Return the object to which captures are announced."""
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """Begin the forward of the chunk `model` as a plan of nodes.
@@ -91,11 +91,11 @@ class Runtime(Protocol):
         """Record that `checkpoint` has saved `tensors`, or detached copies, in the running step, to run `function`."""
 
     def offload_recomputed_from(self, checkpoint: object, recomputed_behind: torch.Tensor) -> None:
-        """Offload what `checkpoint` has saved, if that was asked for.
+        """Offload what `checkpoint` has saved, if that was requested.
 
         Args:
             checkpoint: as recorded.
-            recomputed_behind: whose gradient starts the recomputation, by a hook that is registered after this call.
+            recomputed_behind: tensor whose gradient starts the recomputation, by a hook registered after this call.
         """
 
     def note_gathered(self, weights: torch.Tensor) -> None:

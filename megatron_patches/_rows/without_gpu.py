@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for what megatron-core asks of a GPU: the device "cuda" is the CPU, and streams do nothing."""
+"""Stands in for a GPU in megatron-core: the device "cuda" is the CPU, and streams do nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class NoStream:
-    """Stands in for a stream or an event where everything runs in program order."""
+    """Stands in for a stream or an event, because everything runs in program order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -49,7 +49,7 @@ class NoStream:
 
 
 class CudaWithoutGpu:
-    """Stands in for `torch.cuda`: the device is the CPU, its generator the CPU's, and there is nothing to wait for."""
+    """Stands in for `torch.cuda`: the device is the CPU, its generator the CPU's, and no wait is needed."""
 
     Stream: Callable[..., Any] = NoStream
     Event: Callable[..., Any] = NoStream

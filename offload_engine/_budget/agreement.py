@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has several ranks decide alike: they exchange what they have measured, and each takes the worst of each figure."""
+"""Makes several ranks decide alike: they exchange their measurements, and each takes the worst of each figure."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def most_of(agree: Agree, own: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
 
 
 def text_of_shapes(shapes: Shapes | None) -> str:
-    """Return what ranks that exchange figures of chunks must have alike: their groups."""
+    """Return the groups as text: ranks that exchange figures of chunks must have the same."""
     return str([[(group.name, group.layer) for group in shape.groups] for shape in shapes or ()])
 
 
 def agreed_options(agree: Agree, options: tuple[RecomputeOption, ...]) -> tuple[RecomputeOption, ...]:
-    """Return options that free the least and cost the most of all ranks; none if ranks differ in what they have."""
+    """Return options with the least bytes freed and the highest cost of all ranks; none if ranks have other options."""
     if not are_alike(agree, str([(option.name, sorted(option.replaces)) for option in options])):
         return ()
     numbers = iter(agree(tuple(n for each in options for n in (-each.freed_bytes, round(_NS * each.milliseconds)))))
@@ -59,14 +59,14 @@ def agreed_numbers(agree: Agree, *numbers: float) -> list[float]:
 
 
 def agreed_job(agree: Agree, shapes: Shapes) -> Shapes:
-    """Return shapes with the largest bytes and longest times of all ranks, whose chunks have as many groups."""
+    """Return shapes with the largest bytes and longest times of all ranks; all must have as many groups."""
     numbers = agree(tuple(number for shape in shapes for number in _numbers_of(shape)))
     values = iter(numbers)
     return tuple(_with_numbers(shape, [next(values) for _ in _numbers_of(shape)]) for shape in shapes)
 
 
 def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary]) -> MemoryModel:
-    """Return the model that holds on every rank: most for all else, least that is gone early.
+    """Return the model that holds on every rank: the most for all else, the least that is released early.
 
     Args:
         agree: with the other ranks.
@@ -77,14 +77,15 @@ def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary
     others = [model.other_bytes.get(at, _UNKNOWN) for at in known]
     early = [-model.early_bytes[at] if at in model.early_bytes else _UNKNOWN for at in known]
     # Where little moves less is wasted than here: by as little as on any rank.
-    own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes
-    between, overhead, wasted, *rest = agree((*own, *others, *early))
+    own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes, -model.floor_peak_bytes
+    between, overhead, wasted, floor_peak, *rest = agree((*own, *others, *early))
     others, early = rest[: len(known)], rest[len(known) :]
     return dataclasses.replace(
         model,
         between_bytes=between,
         overhead_bytes=overhead,
         wasted_bytes=-wasted,
+        floor_peak_bytes=-floor_peak,
         other_bytes={at: n for at, n in zip(known, others, strict=True) if n != _UNKNOWN},
         early_bytes={at: -n for at, n in zip(known, early, strict=True) if n != _UNKNOWN},
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decision allows to be on the device."""
+"""Derives from a decision what may be on the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from offload_engine.planning.choose import Chosen
 from offload_engine.planning.shapes import Shapes
 
 TOLERANCE: Final = 9 / 8
-"""A group may grow by so much, as routing gives experts now more, now fewer tokens."""
+"""A group may grow by this factor, because routing changes how many tokens experts get."""
 
 
 def allowance_of(chosen: Chosen, shapes: Shapes) -> Allowance:
-    """Return what a decision allows to be on the device.
+    """Return what may be on the device by a decision.
 
     Args:
         chosen: the decision.

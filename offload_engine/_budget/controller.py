@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine._budget.decide import Decider, excess_of, has_outgrown
+from offload_engine._budget.decide import Decider, decide_first, excess_of, has_outgrown
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.hold import HoldWatch
@@ -42,7 +42,7 @@ _US: Final = 1e3
 
 
 class BudgetController(BudgetView):
-    """Decides for one engine, between its iterations. While a decision holds it costs some 50 microseconds a step.
+    """Decides for one engine, between its iterations. While a decision holds, it costs about 50 microseconds a step.
 
     Args:
         budget_bytes: what the process may hold on its device; None: all that is there, less a margin.
@@ -62,7 +62,7 @@ class BudgetController(BudgetView):
         assert isinstance(policy, PlannedPolicy)
         self.state: State = State.FLOOR
         self.is_idle: bool = False
-        # Where copies are threads it is left to chance when they complete.
+        # Where copies are threads, the time of their completion is random.
         is_early_certain = not isinstance(gauge, ResidentGauge)
         self._margin = margin_of(gauge) if budget_bytes is None else None
         nbytes = budget_bytes or (0 if self._margin is None else self._margin.budget_bytes())
@@ -85,7 +85,7 @@ class BudgetController(BudgetView):
         Raises:
             BudgetError: if the budget is below what a step takes with everything offloaded.
         """
-        self._last.settle()
+        self._last.measure()
         with self.planning(self.state is not State.HOLD):
             self._decide(actions, is_combined)
         if self.state is not State.HOLD:
@@ -106,9 +106,9 @@ class BudgetController(BudgetView):
                 self._in_force.allow(self.decider.decide(tuple(actions), is_alone=True))
 
     def start_with(self, saved: SavedPlan | None, source: str) -> None:
-        """Begin with a decision that was made before, without measuring; it is watched as any other.
+        """Begin with a decision that was made before, instead of measuring; it is watched like any other.
 
-        Every rank that agrees with others calls it; if one has none, or none that fits, all measure.
+        Every rank that agrees with others calls this; if one has no decision that fits, all measure.
 
         Args:
             saved: to begin with; not used if it takes more than the budget. None: this rank has none.
@@ -117,7 +117,7 @@ class BudgetController(BudgetView):
         allowance = self.decider.take(saved, source)
         if allowance is not None:
             self._in_force.allow(allowance)
-            self.state = State.HOLD  # it may be already, by another plan
+            self.state = State.HOLD  # may have been set already, by another plan
 
     @property
     def has_begun(self) -> bool:
@@ -125,7 +125,7 @@ class BudgetController(BudgetView):
         return self._num_steps > 0
 
     def end(self, stats: IterationStats, num_chunks: int) -> None:
-        """Note what the iteration took that is over; see `LastStep.end`."""
+        """Note what the finished iteration took; see `LastStep.end`."""
         self._last.end(stats, num_chunks)
         self._idleness.note(self._last.chunk_bytes)
         if self.state in (State.FLOOR, State.MEASURE):
@@ -140,7 +140,7 @@ class BudgetController(BudgetView):
         self._floor.optimizers.close()
 
     def _has_ended_everywhere(self) -> bool:
-        """Return whether the last step ended, on each rank that now agrees with this one."""
+        """Return whether the last step ended on each rank that now agrees with this one."""
         is_window_over = self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
         if not (self.state is not State.HOLD or is_window_over or self.decider.is_unchecked):
             return self._last.has_ended
@@ -154,7 +154,7 @@ class BudgetController(BudgetView):
         self.state = to
 
     def _conclude(self, is_combined: bool) -> None:
-        """Draw conclusions from the step before."""
+        """Draw conclusions from the last step."""
         self.decider.check_taken()
         if self.state is State.FLOOR:
             self._conclude_floor()
@@ -168,13 +168,13 @@ class BudgetController(BudgetView):
             self._conclude_measuring(is_combined)
 
     def _conclude_floor(self) -> None:
-        """Trim once optimizers have their state: what steps reserve in vain from there on, they do in the long run.
+        """Trim once optimizers have their state: memory that steps reserve in vain from then on is lasting.
 
-        One more step comes before the measured one: in it host memory may become one piece, and the allocator reserves
+        One more step comes before the measured one: in it host memory may be consolidated, and the allocator reserves
         what it needs.
         """
         if self._floor.has_state:
-            self._floor.settle(self._last)
+            self._floor.note_time(self._last)
             return self._go(State.MEASURE)
         has_state = self._floor.optimizers.has_state(self._num_steps)
         [lacks_state] = self.decider.meet((int(not has_state),))  # on a rank
@@ -186,20 +186,21 @@ class BudgetController(BudgetView):
         recorder = self._recorder
         assert recorder is not None
         self._num_tries += 1
-        self._floor.settle(self._last)
+        self._floor.note_time(self._last)
         if self.decider.learn(recorder, self._gauge, self._floor, is_combined):
             self._decide_first()
         elif self._num_tries >= _MAX_TRIES:
             logger.warning("gpu_budget: no step could be planned, so everything stays offloaded: chunks differ")
+            self.decider.give_up()
             self._go(State.HOLD)
 
     def _decide_first(self) -> None:
-        """Decide by what was measured; what lies in the allocator from before the training must not count."""
+        """Decide by the measurement; bytes in the allocator from before the training must not count."""
         if self._margin is not None:
             [negative] = self.decider.agree((-self._margin.budget_bytes(),))
             self.decider.budget_bytes = -negative
         try:
-            allowance = self.decider.decide_first()
+            allowance = decide_first(self.decider)
         except BudgetError:
             if self._has_trimmed:
                 raise
@@ -207,12 +208,12 @@ class BudgetController(BudgetView):
             return self._gauge.trim()  # to measure again
         self._num_tries = 0
         self._verifier.begin()
-        self._gauge.trim()  # blocks of steps in which everything left fit badly
+        self._gauge.trim()  # the blocks of fully offloaded steps would fit badly
         self._in_force.allow(allowance)
         self._go(State.VERIFY)
 
     def _verify(self) -> None:
-        """Compare what the step took with what was predicted; correct the model, or be content with it."""
+        """Compare the step with its prediction, and correct the model if it was over the budget."""
         self.measured_bytes, self.measured_ms = self._last.held_bytes(), self._last.milliseconds
         grown = has_outgrown(self.decider, self._last.chunk_bytes)
         own = excess_of(self.decider, self.measured_bytes, self._last.peak_bytes)
@@ -220,9 +221,8 @@ class BudgetController(BudgetView):
         total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
-        excess = Excess(total - wasted, wasted)
-        is_settled, self._verifier.is_settled, self._in_force.is_settled = self._verifier.is_settled, True, True
-        if is_settled:
+        excess, self._in_force.is_settled = Excess(total - wasted, wasted), True
+        if self._verifier.settles(self.decider.actions):
             self.decider.correct_time(measured_us / _US)
         elif self._verifier.fits(excess):
             return None
@@ -232,7 +232,7 @@ class BudgetController(BudgetView):
             self._go(State.HOLD)
             return self.log()
         self._in_force.allow(allowance)
-        self._gauge.trim()  # what the decision before has left fits badly
+        self._gauge.trim()  # the blocks of the previous decision would fit badly
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
@@ -241,7 +241,7 @@ class BudgetController(BudgetView):
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
         if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._hold.wants_measure),)) != (0,):
             return self._measure_again("activations have grown")
-        # That of the step that is over: what is decided now may unsettle the next one.
+        # Of the finished step: a decision made now may unsettle the next one.
         was_settled, self._in_force.is_settled = self._in_force.is_settled, True
         if is_window_over:
             self._hold.use_what_is_left()
@@ -260,9 +260,9 @@ class BudgetController(BudgetView):
 def make_budget(
     gpu_budget: int | str | None, context: TransferContext, policy: Policy, keeping: Keeping, counters: ByteCounters
 ) -> BudgetController | None:
-    """Make the controller of an engine; None without a budget. One that is not in bytes, "auto", is measured.
+    """Make the controller of an engine; None without a budget. The budget "auto" is measured.
 
-    Where the device does not tell its memory, what `counters` count as resident stands for it.
+    If the device does not report its memory, the resident bytes of `counters` stand for it.
     """
     if gpu_budget is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Decider`: what one engine has measured, and what it decides by that."""
+"""`Decider`: makes the decisions of one engine, from its measurements."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 _LINK_BYTES: Final = 32 << 20
 _WASTED_SHARE: Final = 3 / 10
-"""Of what the floor has reserved in vain: by so much more another decision may hold than predicted. (22 budgets on an
-H200: by 0.26, 0.21 and less.)"""
+"""Share of what the floor has reserved in vain by which another decision may hold more than predicted. (22 budgets on
+an H200: 0.26, 0.21 and less.)"""
 
 
 class Decider:
@@ -61,13 +61,13 @@ class Decider:
             time, with as many numbers. The default is one rank.
         agree_all: the same over all ranks that wait for each other in a step, until all have decided for the first
             time; None: these are the ranks of `agree`.
-        start_together: called right before the link is measured, when all ranks have come there.
+        start_together: called right before the link is measured, when all ranks are ready.
         find_options: returns what the model can recompute, given the shapes of its chunks.
-        apply: called with each decision between two steps, to have the model recompute what was chosen.
-        chosen: the decision in force, and what else could have been; None before the first.
-        actions: that it is for.
-        guard_bytes: of the budget, that a decision is to leave, by what is predicted.
-        known: what it decides by; None before a step has been measured.
+        apply: called with each decision between two steps, to make the model recompute what was chosen.
+        chosen: the decision in force, and its alternatives; None before the first.
+        actions: the actions that it was made for.
+        guard_bytes: bytes of the budget that the prediction of a decision must leave free.
+        known: what a measured step has shown; None before the measurement.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class Decider:
         self._policy = policy
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
-        self._is_checked = False
-        self._left_bytes = 0  # beside the guard: a margin that ranks have in common, whatever one has decided by itself
+        self._is_checked = self._has_given_up = False
+        self._left_bytes = 0  # beside the guard: a margin common to all ranks, whatever one has decided alone
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
         self.actions: tuple[Action, ...] = ()
 
     @property
     def extra_bytes(self) -> int:
-        """Return what the process holds besides its peak of allocated bytes, by what is known now."""
+        """Return the bytes that the process holds besides its peak of allocated bytes, as known now."""
         if self.known is None or self.chosen is None:
             return 0
         return self.known.overhead_bytes(self.chosen, self.actions)
 
     @property
     def margin_bytes(self) -> int:
-        """Return by how much a step may hold more than another one with the decision in force, as far as is known."""
+        """Return by how many bytes steps with the decision in force may differ, as known now."""
         if self.known is None or self.chosen is None:
             return 0
         return round(self.known.varied_share * self.chosen.best.resident_bytes)
@@ -112,14 +112,16 @@ class Decider:
 
     @property
     def meet(self) -> Agree:
-        """Return how to agree now: with all ranks until each has decided, then with those that decide alike."""
+        """Return how to agree now: with all ranks until each has decided, later with those that decide alike."""
         has_decided = self.chosen is not None or self._is_checked
         return self.agree if has_decided or self.agree_all is None else self.agree_all
 
     @property
     def is_at_floor(self) -> bool:
-        """Return whether everything is offloaded, or recomputed, because no less fits."""
-        return self.chosen is not None and self.chosen.best.decision == self.chosen.floor.decision
+        """Return whether everything is offloaded, or recomputed, because no less fits or nothing is known."""
+        return self._has_given_up or (
+            self.chosen is not None and self.chosen.best.decision == self.chosen.floor.decision
+        )
 
     @property
     def saved(self) -> SavedPlan | None:
@@ -149,7 +151,7 @@ class Decider:
 
     @property
     def is_unchecked(self) -> bool:
-        """Return whether it is still to be seen if the decision to begin with is for this model."""
+        """Return whether the decision to begin with has yet to be checked against this model."""
         return self._taken is not None and not self._is_checked
 
     def check_taken(self) -> None:
@@ -163,7 +165,7 @@ class Decider:
             self._is_checked = True
 
     def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor: FloorSteps, is_combined: bool) -> bool:
-        """Make the model of a step that was measured with everything offloaded.
+        """Learn the model from a step that was measured with everything offloaded.
 
         Args:
             recorder: of the step; blocks until the device has come to its end.
@@ -191,7 +193,7 @@ class Decider:
         return True
 
     def know(self, known: Known, guard_bytes: int) -> None:
-        """Decide by this from now on; what was decided before is void.
+        """Decide by `known` from now on; earlier decisions are void.
 
         Args:
             known: the same on all ranks that decide alike.
@@ -200,17 +202,24 @@ class Decider:
         self.known, self.guard_bytes, self._left_bytes = known, guard_bytes, 0
         self._decisions.clear()
 
+    def give_up(self) -> None:
+        """Decide nothing any more: no step can be planned. What was decided before is void."""
+        self._is_checked |= self.chosen is not None  # what has been decided once meets its own ranks only
+        self.known = self.chosen = self._taken = None
+        self._decisions.clear()
+        self._has_given_up = True
+
     def correct(self, excess: Excess) -> None:
-        """Take in that steps hold so much more than predicted; what was decided before is void."""
+        """Correct the model by an excess of steps over their prediction; earlier decisions are void."""
         assert self.known is not None
         self.known.model = self.known.model.corrected(excess)
         self._left_bytes = self.margin_bytes
         self._decisions.clear()
 
     def take_in(self, excess: Excess) -> None:
-        """Take in that steps hold so much more than predicted. The decision stays, and predictions change.
+        """Correct the model by an excess of steps over their prediction. The decision stays; predictions change.
 
-        Where they hold less only that of this decision: others are bounds from above.
+        If steps hold less, only the prediction of this decision changes: the others are upper bounds.
         """
         assert self.chosen is not None and self.known is not None
         held = self.chosen.best.held_bytes + excess.total
@@ -228,26 +237,8 @@ class Decider:
             self._left_bytes = most[2]
         return not are_equal
 
-    def decide_first(self) -> Allowance:
-        """Decide about steps as the measured one.
-
-        Raises:
-            BudgetError: on every rank, if the budget of one is below its floor, and it has not decided before.
-        """
-        meet = self.meet
-        try:
-            allowance = self.decide()
-        except BudgetError:
-            meet((1,))
-            raise
-        [has_failed] = meet((0,))
-        if has_failed:
-            self.chosen = None
-            raise BudgetError("gpu_budget is below what a step takes on another rank, which says by how much")
-        return allowance
-
     def correct_time(self, measured_ms: float) -> None:
-        """Take in how long a step of the decision in force takes. It stays as it is, and all predictions change."""
+        """Correct the times by a step of the decision in force. The decision stays; all predictions change."""
         known = self.known
         assert self.chosen is not None and known is not None
         found = known.refit(self.chosen, self.actions, measured_ms)
@@ -260,12 +251,12 @@ class Decider:
         self.chosen = self._decisions[self.actions]
 
     def decide(self, actions: tuple[Action, ...] = (), *, is_alone: bool = False) -> Allowance:
-        """Decide about steps of these actions, or of those that were measured.
+        """Decide about steps with these actions, or with the measured ones.
 
         Args:
             actions: of the steps; empty: as measured.
-            is_alone: other ranks may not decide, or decide otherwise: what is recomputed stays as it is, because that
-                is done by several ranks together.
+            is_alone: other ranks may not decide, or may decide otherwise: recomputation stays as it is, because several
+                ranks recompute together.
 
         Raises:
             BudgetError: in the first decision, if the budget is below the floor. Later ones choose the floor.
@@ -307,13 +298,32 @@ def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_
     return measure_link(context.device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
 
 
+def decide_first(decider: Decider) -> Allowance:
+    """Decide about steps as the measured one.
+
+    Raises:
+        BudgetError: on every rank, if the budget of one is below its floor, and it has not decided before.
+    """
+    meet = decider.meet
+    try:
+        allowance = decider.decide()
+    except BudgetError:
+        meet((1,))
+        raise
+    [has_failed] = meet((0,))
+    if has_failed:
+        decider.chosen = None
+        raise BudgetError("gpu_budget is below what a step takes on another rank, which says by how much")
+    return allowance
+
+
 def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:
     """Return what a decision recomputes; nothing without one."""
     return frozenset() if chosen is None else chosen.best.decision.choices.recomputed
 
 
 def has_outgrown(decider: Decider, chunk_bytes: float) -> bool:
-    """Return whether chunks save more than what was measured, so that all else may have grown, too."""
+    """Return whether chunks save more than measured, so that all other memory may have grown, too."""
     if decider.known is None:
         return False
     measured = decider.known.chunk_bytes(decider.chosen)
@@ -321,7 +331,7 @@ def has_outgrown(decider: Decider, chunk_bytes: float) -> bool:
 
 
 def excess_of(decider: Decider, held_bytes: int, peak_bytes: int) -> Excess:
-    """Return what a step of the decision in force held beyond its prediction.
+    """Return by how much a step of the decision in force exceeded its prediction.
 
     Args:
         decider: has the decision.

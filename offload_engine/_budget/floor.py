@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FloorSteps`: what the steps that offload everything show, besides the measured one."""
+"""`FloorSteps`: learns from the steps that offload everything, besides the measured one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from offload_engine._budget.margin import Margin
 from offload_engine._budget.optimizers import OptimizerWatch
 
 _TIMES: Final = 2
-"""What varied over a few steps may vary by more over many; with more than `TOLERANCE` groups leave."""
+"""Factor by which the variation over many steps may exceed that over a few; beyond `TOLERANCE` groups leave."""
 
 _ALIKE: Final = 33 / 32
-"""Steps that save within this ratio of each other take as long."""
+"""Steps whose saved bytes are within this ratio of each other take equally long."""
 
 
 class _Timed(NamedTuple):
@@ -31,13 +31,13 @@ class FloorSteps:
     """Watches the steps before a decision; the first ones, in which libraries are loaded, only for the margin.
 
     Args:
-        margin: of a budget that is measured, too; None: it is given.
+        margin: measures a budget of "auto"; None: the budget is given.
 
     Attributes:
-        optimizers: tell when their state is there.
-        has_state: it is, on every rank.
-        varied_share: by so much the bytes that a chunk saves may differ from step to step, as routing gives experts now
-            more, now fewer tokens.
+        optimizers: tells when optimizers have their state.
+        has_state: whether they have it, on every rank.
+        varied_share: share by which the bytes that a chunk saves may differ from step to step, as the routing of tokens
+            to experts changes.
     """
 
     def __init__(self, margin: Margin | None) -> None:
@@ -50,11 +50,11 @@ class FloorSteps:
 
     @property
     def milliseconds(self) -> float:
-        """Return what a step like the last one takes: the least of all, as each may be held up."""
+        """Return how long a step like the last one takes: the least of all, as each may have been delayed."""
         return min(each.milliseconds for each in self._timed if each.is_like(self._timed[-1]))
 
     def note(self, last: LastStep) -> None:
-        """Note what a step held and saved that is over."""
+        """Note what a finished step held and saved."""
         if self.has_state and last.has_ended and last.chunk_bytes:
             self._saved_bytes.append(last.chunk_bytes)
             varied = max(self._saved_bytes) / min(self._saved_bytes) - 1.0
@@ -62,7 +62,7 @@ class FloorSteps:
         if self._margin is not None:
             self._margin.note(last.held_bytes(), last.peak_bytes)
 
-    def settle(self, last: LastStep) -> None:
+    def note_time(self, last: LastStep) -> None:
         """Note how long a step took, when the next one begins."""
         self._timed.append(_Timed(last.num_chunks, last.chunk_bytes, last.milliseconds))
 
@@ -72,6 +72,6 @@ class FloorSteps:
         self.optimizers.close()
 
     def forget(self) -> None:
-        """Forget what steps took: later ones save other bytes."""
+        """Forget what steps took, because later ones save other bytes."""
         self._timed.clear()
         self._saved_bytes.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ResidentGauge`: measures resident bytes where nothing else can be measured, as on the CPU device."""
+"""`ResidentGauge`: measures resident bytes where the device cannot measure memory, as on the CPU device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from offload_engine._saved.counters import ByteCounters
 
 
 class ResidentGauge:
-    """Takes the bytes of saved tensors in groups for all that the process holds; implements `MemoryGauge`.
+    """Reports the bytes of saved tensors in groups as all that the process holds; implements `MemoryGauge`.
 
     Args:
-        counters: of the engine, whose peak it sets back.
+        counters: the engine's; their peak is reset.
     """
 
     def __init__(self, counters: ByteCounters) -> None:

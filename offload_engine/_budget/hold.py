@@ -15,35 +15,35 @@ from offload_engine.planning.memory import Excess
 logger = logging.getLogger(__name__)
 
 _UNUSED: Final = 1 / 32
-"""Of the budget: if as much was left for a whole window, more is kept."""
+"""Share of the budget: if it was unused for a whole window, more is kept."""
 _MAX_DOUBLED: Final = 6
-"""Windows to wait before more is kept double so often at the most."""
+"""At most this often, the number of windows to wait before more is kept doubles."""
 _GIB: Final = 1 << 30
 
 
 class HoldWatch:
-    """Keeps less at once where a step went over the budget, more where steps were well below for long.
+    """Keeps less at once if a step went over the budget, and more if steps were well below it for long.
 
     Args:
         decider: has the decision that holds.
-        in_force: told of another one.
+        in_force: receives a new decision.
         last: what the last step took.
 
     Attributes:
-        wants_measure: the decision that holds is of no use any more.
+        wants_measure: the decision that holds is no longer of use, so a step must be measured again.
     """
 
     def __init__(self, decider: Decider, in_force: InForce, last: LastStep) -> None:
         self.wants_measure: bool = False
         self._has_trimmed = False  # right before the step that is over
         self._num_excesses = 0
-        self._num_unused = 0  # windows, one after the other
+        self._num_unused = 0  # consecutive windows
         self._decider = decider
         self._in_force = in_force
         self._last = last
 
     def answer(self, held_bytes: int, is_window_over: bool) -> None:
-        """Take in what the process has held, in the last step or behind it."""
+        """Answer what the process has held, in the last step or after it."""
         gauge = self._last.gauge
         if held_bytes > self._decider.budget_bytes:
             return self._answer_excess(held_bytes)
@@ -56,19 +56,19 @@ class HoldWatch:
         over = held_bytes - decider.budget_bytes
         is_allocated = self._last.peak_bytes + decider.extra_bytes > decider.budget_bytes
         if is_allocated or (self._has_trimmed and self._last.end_bytes > decider.budget_bytes):
-            if decider.is_at_floor:
-                return  # as has been said; nothing more can leave
+            if decider.is_at_floor or (decider.chosen is None and self.wants_measure):
+                return  # the warning was logged, and nothing more can leave
             logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
             self._keep_less(over, held_bytes)
         self._has_trimmed = True
-        gauge.trim()  # else evaluation, or an optimizer, has left the allocator with more
+        gauge.trim()  # otherwise an evaluation or an optimizer has left more in the allocator
         gauge.reset()
 
     def use_what_is_left(self) -> None:
-        """Keep more where windows have left much of the budget; take over what other ranks have corrected.
+        """Keep more if windows have left much of the budget unused; take over corrections of other ranks.
 
-        One window is enough, until steps have gone over the budget: each of these doubles how many it takes. Else what
-        varies would be used and given back for ever.
+        One window is enough at first, but each step over the budget doubles the number of windows to wait. Otherwise
+        bytes that vary would be kept and offloaded again for ever.
         """
         decider = self._decider
         if decider.level():

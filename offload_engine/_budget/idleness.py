@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Idleness`: whether a step that moves nothing may run as without an engine, watched from outside."""
+"""`Idleness`: decides whether a step that moves nothing may run as without an engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LEAST_STEPS: Final = 5
 
 
 class Idleness:
-    """Learns whether all steps save as much.
+    """Learns whether all steps save equally many bytes.
 
-    Where no group is opened, none can leave in the step in which it has grown. So a step goes without them only if all
-    steps so far have saved as much, and if one that takes an eighth more would be within the budget, too.
+    A group that is not opened cannot leave in the step in which it grows. So a step runs without groups only if all
+    steps so far have saved equally many bytes, and if one with an eighth more would still be within the budget.
 
     Args:
-        is_measured: what the process holds is measured also where there are no groups.
+        is_measured: the memory of the process can be measured without groups.
     """
 
     def __init__(self, is_measured: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`InForce`: what is allowed now, and steps that go by it."""
+"""`InForce`: puts decisions into force."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class InForce:
     """Puts decisions into force, between two steps.
 
     Args:
-        decider: has models recompute what was chosen.
-        keeping: told what to keep.
+        decider: makes models recompute what was chosen.
+        keeping: receives what to keep.
 
     Attributes:
-        recomputed: in the next step.
-        is_settled: not in the first step with other groups, which no plan knows.
+        recomputed: slots that the next step recomputes.
+        is_settled: False in the first step with other groups, which no plan knows.
     """
 
     def __init__(self, decider: Decider, keeping: Keeping) -> None:
@@ -27,7 +27,7 @@ class InForce:
         self._keeping = keeping
 
     def allow(self, allowance: Allowance) -> None:
-        """Go by this from the next step on."""
+        """Apply an allowance from the next step on."""
         self._keeping.allow(allowance)
         self._decider.apply(allowance.choices)
         self.is_settled &= allowance.choices.recomputed == self.recomputed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Known`: what a measured step has shown, by which steps with any decision are predicted."""
+"""`Known`: predicts steps with any decision from one measured step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from offload_engine.schedule import Action
 
 
 class Known:
-    """Predicts and chooses, for steps of any actions, by one that was measured with everything offloaded.
+    """Predicts and chooses, for steps of any actions, from one step that was measured with everything offloaded.
 
     Args:
-        job: that was measured, with bytes and times.
-        model: of its memory.
-        costs: of moves, with the time of that step.
-        varied_share: of what groups have on the device, by which steps with one decision may differ.
+        job: the measured step, with bytes and times.
+        model: model of its memory.
+        costs: costs of moves, with the time of that step.
+        varied_share: share of the groups' bytes on the device by which steps with one decision may differ.
 
     Attributes:
-        job: as given.
-        model: corrected by what later steps have held.
-        costs: corrected by what later steps have taken.
-        varied_share: as given.
+        job: see the argument.
+        model: corrected by the memory of later steps.
+        costs: corrected by the times of later steps.
+        varied_share: see the argument.
     """
 
     def __init__(self, job: Job, model: MemoryModel, costs: Costs, varied_share: float = 0.0) -> None:
@@ -35,7 +35,7 @@ class Known:
         self.model: MemoryModel = model
         self.costs: Costs = costs
         self.varied_share: float = varied_share
-        self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated, whatever memory is corrected by
+        self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
 
     def choose(
         self,
@@ -46,7 +46,7 @@ class Known:
         recomputed: frozenset[Slot] | None = None,
         must_fit: bool = True,
     ) -> Chosen:
-        """Choose for steps of these actions; see `planning.choose.choose`."""
+        """Choose for steps with these actions; see `planning.choose.choose`."""
         steps = self._steps_of(actions)
         return choose(
             steps.job,
@@ -60,15 +60,15 @@ class Known:
         )
 
     def remeasured(self, chosen: Chosen, actions: tuple[Action, ...], held_bytes: int) -> Chosen:
-        """Return what was chosen for these actions, of which a step held so many bytes, by the model as it is now."""
+        """Return a choice with the predictions of the current model, given that a step of it held `held_bytes`."""
         return remeasured(chosen, held_bytes, self.model, self._steps_of(actions))
 
     def overhead_bytes(self, chosen: Chosen, actions: tuple[Action, ...]) -> int:
-        """Return what the process holds besides its peak of allocated bytes, with what was chosen for these actions."""
+        """Return the bytes that the process holds besides its peak of allocated bytes, under a choice."""
         return self.model.overhead_with(self._steps_of(actions).planned(chosen.best.decision).residents)
 
     def chunk_bytes(self, chosen: Chosen | None) -> list[int]:
-        """Return how many bytes each chunk saves by what was chosen, by virtual stage."""
+        """Return how many bytes each chunk saves under a choice, by virtual stage."""
         shapes = self.job.shapes
         if chosen is not None:
             options = options_of(self.costs.options, chosen.best.decision.choices.recomputed)
@@ -76,7 +76,7 @@ class Known:
         return [sum(group.nbytes for group in shape.groups) for shape in shapes]
 
     def refit(self, chosen: Chosen, actions: tuple[Action, ...], measured_ms: float) -> Chosen | None:
-        """Take less for the time of the measured step, where a later one shows that it was held up.
+        """Lower the time of the measured step if a later one shows that it was delayed.
 
         Args:
             chosen: for the later step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LastStep`: what the last step of an engine has taken."""
+"""`LastStep`: measures what the last step of an engine took."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload_engine.stats import IterationStats
 
 
 class LastStep:
-    """Notes what a step takes, for the time after it.
+    """Keeps what a step took, until the next one ends.
 
     Args:
         device: marks time.
@@ -17,12 +17,12 @@ class LastStep:
 
     Attributes:
         gauge: measures memory.
-        has_ended: it was not abandoned.
-        peak_bytes: the most that was allocated in it, or since an earlier reset of the gauge.
-        end_bytes: that the process held when it ended, or since an earlier reset of the gauge.
-        num_chunks: that saved in it.
-        chunk_bytes: saved by each of its chunks, on average.
-        milliseconds: that it took, if it was timed, up to the next one; see `settle`.
+        has_ended: False if it was abandoned.
+        peak_bytes: peak of allocated bytes in it, or since an earlier reset of the gauge.
+        end_bytes: the most bytes that the process held by its end, or since an earlier reset of the gauge.
+        num_chunks: number of chunks that saved in it.
+        chunk_bytes: bytes saved by each of its chunks, on average.
+        milliseconds: its time up to the next one, if it was timed; see `measure`.
     """
 
     def __init__(self, device: Device, gauge: MemoryGauge) -> None:
@@ -49,8 +49,8 @@ class LastStep:
 
         Args:
             stats: of the iteration.
-            num_chunks: that saved; 0 without a backward. If groups saved all the same, it was an evaluation that keeps
-                gradients, and is not a step.
+            num_chunks: number of chunks that saved; 0 without a backward. If groups saved even so, it was an evaluation
+                that keeps gradients, and does not count as a step.
         """
         if isinstance(self.gauge, ResidentGauge):
             self.gauge.restore()
@@ -60,11 +60,11 @@ class LastStep:
         self._end_mark = self._mark()
         self.has_ended = bool(num_chunks) or not stats.managed_bytes
 
-    def settle(self) -> None:
-        """Take the time of a timed step that is over, when the next one begins. Waits for the device.
+    def measure(self) -> None:
+        """Measure the time of a finished step, if it is timed, when the next one begins. Waits for the device.
 
-        What lies between two steps, such as an optimizer, counts as it was where it took the least: an evaluation
-        between two steps is of neither.
+        Of the times between two steps, as for an optimizer, the least one counts: an evaluation between two steps
+        belongs to neither.
         """
         if self._is_timed and self.has_ended:
             between = self._device.milliseconds_between(self._end_mark, self._mark())
@@ -73,7 +73,7 @@ class LastStep:
             self.milliseconds = within + self._between_ms
 
     def held_bytes(self) -> int:
-        """Return what the process held in it and behind it, where another engine may have reset the peak."""
+        """Return the most bytes that the process held in the step or after it; another engine may reset the peak."""
         return max(self.end_bytes, self.gauge.held_bytes())
 
     def _mark(self) -> TimeMark:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes of a measured step what decisions are made by: times of groups, and a model of memory."""
+"""Learns from a measured step what decisions need: times of groups, and a model of memory."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ _NUM_COPIES: Final = 6
 def measure_link(
     device: Device, streams: Sequence[Stream], nbytes: int, start: Callable[[], None] = lambda: None
 ) -> Link:
-    """Copy out and in at once, for some ten milliseconds, and return the bandwidths.
+    """Copy out and in at once, for about ten milliseconds, and return the bandwidths.
 
     Args:
-        device: between two steps.
-        streams: for copy-outs and copy-ins, with nothing in flight.
-        nbytes: of each copy.
-        start: called right before; a caller that has several processes on one host lets them wait for each other here.
+        device: must be between two steps.
+        streams: the streams for copy-outs and for copy-ins, with nothing in flight.
+        nbytes: size of each copy.
+        start: called right before; with several processes on one host, they wait for each other here.
     """
     nbytes = -(-nbytes // device.host_alignment) * device.host_alignment
     compute = device.current_stream()
@@ -49,7 +49,7 @@ def measure_link(
 def _copy(
     device: Device, streams: Sequence[Stream], buffers: Sequence[torch.Tensor], regions: Sequence[HostRegion]
 ) -> list[tuple[TimeMark, TimeMark]]:
-    """Copy, and return the marks around all copies but the first of each direction."""
+    """Copy, and return the time marks around all copies except the first of each direction."""
     marks: list[list[TimeMark]] = []
     for _ in range(1 + _NUM_COPIES):
         device.copy_out(streams[0], [(buffers[0], regions[0])])

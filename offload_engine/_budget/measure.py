@@ -22,7 +22,7 @@ from offload_engine.schedule import Action, ChunkKey
 
 
 class Interval(NamedTuple):
-    """What compute did between two boundaries, in ms of device time since the step began."""
+    """Work of compute between two boundaries, in ms of device time since the step began."""
 
     ends_at: Boundary
     begin_ms: float
@@ -30,7 +30,7 @@ class Interval(NamedTuple):
 
 
 class MeasuringRecorder(Recorder):
-    """Measures one step. It takes some 30 microseconds at each boundary on a GPU.
+    """Measures one step. It takes about 30 microseconds at each boundary on a GPU.
 
     Args:
         device: marks time.
@@ -47,7 +47,7 @@ class MeasuringRecorder(Recorder):
         gauge.reset()
 
     def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:
-        """See `Recorder`; measures what lies behind."""
+        """See `Recorder`; measures the interval before."""
         super().note_boundary(kind, chunk, group)
         assert self._boundary is not None
         index = self._boundary.number
@@ -61,12 +61,12 @@ class MeasuringRecorder(Recorder):
         self._peak_bytes = self._gauge.peak_bytes()
 
     def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:
-        """See `Recorder`; comes behind `note_boundary`, before the moves."""
+        """See `Recorder`; called after `note_boundary`, before the moves."""
         super().note_counters(resident_bytes, inflight_bytes, host_bytes)
         self._measured.append(MeasuredBoundary(self._marks[-1][0], self._peak_bytes, resident_bytes))
 
     def note_moved(self) -> None:
-        """See `Recorder`; what compute takes from here on is another peak."""
+        """See `Recorder`; from here on, compute reaches another peak."""
         self._gauge.reset()
 
     @property

@@ -21,12 +21,12 @@ class OptimizerWatch:
 
     def __init__(self) -> None:
         has_stepped = self._has_stepped = Event()
-        # The hooks of torch live for ever, so this one must not hold its owner.
+        # Torch keeps the hook for ever, so it must not hold its owner.
         handle = register_optimizer_step_post_hook(lambda *_: has_stepped.set())
         self._remove = weakref.finalize(self, handle.remove)
 
     def has_state(self, num_steps: int) -> bool:
-        """Return whether an optimizer has stepped, or none is to be expected after so many iterations."""
+        """Return whether an optimizer has stepped, or none is expected any more after this many iterations."""
         return self._has_stepped.is_set() or num_steps >= _MAX_WAIT_STEPS
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explains a step that has run out of memory under a budget: what was expected, and which part has grown."""
+"""Explains why a step ran out of memory under a budget: what was expected, and which part has grown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload_engine.sizes import format_bytes
 
 _GROUPS: Final = "groups of saved tensors"
 _ELSE: Final = "all else that is allocated"
-_OVERHEAD: Final = "what is reserved in vain or outside of torch"
+_OVERHEAD: Final = "what is reserved in vain or outside torch"
 _WHY: Final = {
     _GROUPS: "longer sequences, larger microbatches, or more tokens for some experts. Lower the budget, so that less "
     "is kept from the beginning",
@@ -21,7 +21,7 @@ _WHY: Final = {
 
 
 class MemoryParts(NamedTuple):
-    """What a process holds at the most, by parts, in bytes."""
+    """The most bytes that a process holds, by parts."""
 
     groups: int
     other: int
@@ -34,7 +34,7 @@ class MemoryParts(NamedTuple):
 
 
 def shortage_text(budget_bytes: int, expected: MemoryParts | None, found: MemoryParts) -> str:
-    """Say what was expected, what there was, and what has grown.
+    """Return a text that says what was expected, what was in use, and what has grown.
 
     Args:
         budget_bytes: what the process may hold.
@@ -52,7 +52,7 @@ def shortage_text(budget_bytes: int, expected: MemoryParts | None, found: Memory
     grown = {name: have - had for name, have, had in zip(_WHY, found, expected, strict=True)}
     most = max(grown, key=lambda name: grown[name])
     if grown[most] <= 0:
-        return f"{plan}. {there}: none has grown, so the budget is more than this GPU has left. Lower it"
+        return f"{plan}. {there}: none has grown, so the budget is more than this GPU has free. Lower it"
     return (
         f"{plan}. {there}. {most[0].upper()}{most[1:]} has grown the most, by {format_bytes(grown[most])}: {_WHY[most]}"
     )

@@ -4,8 +4,8 @@
     FLOOR -> MEASURE -> VERIFY -> HOLD
                ^---------------------'     what a step does has changed
 
-FLOOR and MEASURE offload everything. VERIFY runs as decided, and corrects the model of memory by what it finds. A
-decision that was made before leads from FLOOR to HOLD at once.
+FLOOR and MEASURE offload everything. VERIFY runs as decided, and corrects the model of memory by what it measures. A
+decision that was made before leads from FLOOR to HOLD directly.
 """
 
 from __future__ import annotations

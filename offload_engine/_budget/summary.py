@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BudgetSummary`: what a budget has come to, as numbers and as a table."""
+"""`BudgetSummary`: summarizes the decision of a budget, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class BudgetSummary:
-    """A decision within a budget; bytes of groups are sums over a step."""
+    """Figures of a decision within a budget; bytes of groups are sums over a step."""
 
     budget_bytes: int
     predicted_peak_bytes: int
-    """What the process holds on its device at the most."""
+    """The most bytes that the process holds on its device."""
     measured_peak_bytes: int
     """In the last step that was verified or watched; 0 before."""
     predicted_step_ms: float
@@ -32,9 +32,9 @@ class BudgetSummary:
     exposed_ms: float
     """How long compute waits for copies, as predicted."""
     lowest_bytes: int
-    """The lowest budget that can be reached, with everything offloaded."""
+    """The lowest possible budget, with everything offloaded."""
     lowest_step_ms: float
-    """What a step takes with that."""
+    """How long a step takes with that."""
 
 
 def summary_of(chosen: Chosen, budget_bytes: int, measured_bytes: int, measured_ms: float) -> BudgetSummary:
@@ -56,7 +56,7 @@ def summary_of(chosen: Chosen, budget_bytes: int, measured_bytes: int, measured_
 
 
 def budget_text(summary: BudgetSummary, chosen: Chosen) -> str:
-    """Return the tables of a decision: by name of group, and what it takes."""
+    """Return the tables of a decision: the groups by name, and the predictions."""
     return as_text(_module_table(chosen), _total_table(summary))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TakenPlan`: a decision that was made before, until it is known to be for this model."""
+"""`TakenPlan`: holds a decision that was made before, until it is known to be for this model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TakenPlan(NamedTuple):
             raise
         [has_failed] = meet((0,))
         if has_failed:
-            raise ValueError(f"{self.source} is not used: another rank refuses its plan, and says why")
+            raise ValueError(f"{self.source} is not used: another rank rejects its plan; see its error")
 
 
 def _can_all_take(saved: SavedPlan | None, agree: Agree, meet: Agree) -> bool:
@@ -45,7 +45,7 @@ def _can_all_take(saved: SavedPlan | None, agree: Agree, meet: Agree) -> bool:
 
 
 def take(saved: SavedPlan | None, source: str, budget_bytes: int, agree: Agree, meet: Agree) -> TakenPlan | None:
-    """Take a plan to begin with; None if it takes more than the budget, or a rank has another, or none."""
+    """Return a plan to begin with; None if it takes more than the budget, or a rank has another plan or none."""
     if saved is not None and saved.held_bytes > budget_bytes:
         logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
         saved = None

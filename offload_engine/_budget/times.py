@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of groups, from the times between the boundaries of a measured step."""
+"""Computes the times of groups from the times between the boundaries of a measured step."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Part = tuple[int, int, str]
 
 
 def with_times(shapes: Shapes, intervals: Sequence[Interval], waits: Iterable[WaitRecord]) -> Shapes:
-    """Return shapes with the times of a measured step: of several microbatches the median.
+    """Return shapes with the times of a measured step: the median over its microbatches.
 
-    What a group's forward does before it opens counts as its own. Waits for copies, and what lies between chunks, such
-    as the idle times of a pipeline, count as nothing.
+    Time in forward before a group opens counts as the group's. Waits for copies, and times between chunks, such as
+    pipeline bubbles, do not count.
 
     Args:
         shapes: of the chunks.
@@ -66,11 +66,11 @@ def with_times(shapes: Shapes, intervals: Sequence[Interval], waits: Iterable[Wa
 
 
 def _part_between(before: Boundary, boundary: Boundary, shapes: Shapes) -> Part | None:
-    """Return what ran between two boundaries; None for what belongs to no chunk."""
+    """Return what ran between two boundaries; None if it belongs to no chunk."""
     kind, chunk, index = boundary
     if before.kind is BACKWARD and (kind is not BACKWARD_END or before.index != index):
         assert before.chunk is not None
-        return before.chunk.stage, before.index, "backward_ms"  # where ends of backwards are not reported
+        return before.chunk.stage, before.index, "backward_ms"  # ends of backwards are not reported here
     if chunk is None or before.chunk != chunk or chunk.stage >= len(shapes):
         return None
     field = _field_of_group(before.kind, kind)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BudgetView`: what a budget shows of itself."""
+"""`BudgetView`: shows the decision of a budget and its measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GIB: Final = 1 << 30
 
 
 class BudgetView:
-    """Shows what was decided and measured. Nothing here decides.
+    """Shows what was decided and measured. Decides nothing.
 
     Args:
         decider: has the decision.
@@ -29,11 +29,11 @@ class BudgetView:
 
     Attributes:
         decider: has the decision, and the hooks of the caller.
-        measured_bytes: what the process held at the most in the last step that was verified or watched.
-        measured_ms: of the last step that was verified.
-        planning_ms: host time between steps, of the decisions so far and the measurement of the link. Waiting for the
-            device to come to the end of a step is none: from there on it idles.
-        num_planning_steps: steps so far that were measured or verified; they precede those in which a decision holds.
+        measured_bytes: the most bytes that the process held in the last step that was verified or watched.
+        measured_ms: time of the last step that was verified.
+        planning_ms: host time between steps spent on decisions and on the measurement of the link. Waiting for the
+            device to reach the end of a step does not count: the device idles only from there on.
+        num_planning_steps: number of steps so far that were measured or verified, before a decision holds.
     """
 
     def __init__(self, decider: Decider, last: LastStep) -> None:
@@ -60,9 +60,9 @@ class BudgetView:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """Return what the process would hold, in bytes, and a step would take, in ms, with every budget, lowest first.
+        """Return, for every budget, lowest first, the bytes that the process would hold and the ms of a step.
 
-        Empty before there is a decision.
+        Empty before the first decision.
         """
         chosen = self.decider.chosen
         return [] if chosen is None else [(each.held_bytes, each.step_ms) for each in chosen.curve]
@@ -73,7 +73,7 @@ class BudgetView:
         return "" if chosen is None or summary is None else budget_text(summary, chosen)
 
     def log(self) -> None:
-        """Log the decision beside what was measured."""
+        """Log the decision with its measurements."""
         assert self.decider.chosen is not None
         best = self.decider.chosen.best
         logger.info(
@@ -89,7 +89,7 @@ class BudgetView:
         """Explain why the running iteration has run out of memory.
 
         Args:
-            resident_bytes: of groups on the device, at the most, in this iteration.
+            resident_bytes: the most bytes of groups on the device in this iteration.
         """
         peak = self._gauge.peak_bytes()
         found = MemoryParts(resident_bytes, max(0, peak - resident_bytes), max(0, self._gauge.held_bytes() - peak))
@@ -100,7 +100,8 @@ class BudgetView:
         return self._last.gauge
 
     def _expected(self) -> MemoryParts | None:
-        """Return what the decision in force takes; None before there is one that was measured."""
+        """Return what the decision in force takes; None before the first that was measured."""
+
         chosen, extra = self.decider.chosen, self.decider.extra_bytes
         if chosen is None:
             return None

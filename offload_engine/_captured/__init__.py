@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of parts of a step: what they save is copied between their replays.
+"""Copies what CUDA graphs of parts of a step save, between their replays.
 
-`recording` numbers the captures, lets go of what their forwards have saved, and gives their backwards other addresses;
-`slots` has these addresses, `program` derives from them what has to be done around each replay, and `replays` does it.
-`graphs` makes torch's CUDA graphs tell of their captures and replays.
+`recording` numbers the captures, releases what their forwards have saved, and gives their backwards other addresses.
+`slots` owns these addresses, `program` derives the copies around each replay, and `replays` issues them. `graphs` makes
+torch's CUDA graphs report their captures and replays.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets torch's CUDA graphs tell of their captures and replays."""
+"""Makes torch's CUDA graphs report their captures and replays."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from offload_engine.errors import OffloadError
 
 
 class Listener(Protocol):
-    """Told of the captures and replays of several graphs."""
+    """Receives the captures and replays of several graphs."""
 
     def prepare(self) -> int:
         """Begin a capture, before CUDA does; return its number."""
 
     def begin(self) -> None:
-        """Begin to pack, inside the capture."""
+        """Start packing, inside the capture."""
 
     def end(self) -> None:
-        """End to pack, inside the capture."""
+        """Stop packing, inside the capture."""
 
     def finish(self) -> None:
         """Note that CUDA has ended the capture."""
@@ -34,27 +34,26 @@ class Listener(Protocol):
     def after(self, number: int) -> None:
         """Note that the replay has been issued."""
 
-    def drop(self, number: int) -> None:
+    def note_freed(self, number: int) -> None:
         """Note that the graph of this capture has been reset or freed."""
 
 
 @contextmanager
 def told_of_graphs(listener: Listener, owner: Any = torch.cuda) -> Iterator[None]:
-    """Return a context manager in which every new `torch.cuda.CUDAGraph` tells `listener`.
+    """Return a context manager in which every new `torch.cuda.CUDAGraph` reports to `listener`.
 
-    `make_graphed_callables`, of torch and of TransformerEngine, makes its graphs by itself, and replays them where
-    nothing else is called.
+    Needed because `make_graphed_callables`, of torch and of TransformerEngine, makes and replays its graphs internally.
 
     Args:
-        listener: also of the replays after this context.
-        owner: has the class `CUDAGraph`.
+        listener: also receives the replays after this context.
+        owner: the module with the class `CUDAGraph`.
 
     Raises:
         OffloadError: inside another such context.
     """
     base: Any = owner.CUDAGraph
     if hasattr(base, "is_told"):
-        raise OffloadError("captures of layers for two engines at once: one after the other")
+        raise OffloadError("layers are captured for two engines at once: capture for one after the other")
     listens = True
 
     class ToldGraph(base):
@@ -64,9 +63,9 @@ def told_of_graphs(listener: Listener, owner: Any = torch.cuda) -> Iterator[None
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
             number = listener.prepare() if listens else -1
             super().capture_begin(*args, **kwargs)
-            self.number = number  # not before: a graph that cannot be captured again has its old capture still
+            self.number = number  # not before: a graph that cannot be captured again keeps its old capture
             if self.number >= 0:
-                weakref.finalize(self, listener.drop, self.number)
+                weakref.finalize(self, listener.note_freed, self.number)
                 listener.begin()
 
         def capture_end(self) -> None:
@@ -86,7 +85,7 @@ def told_of_graphs(listener: Listener, owner: Any = torch.cuda) -> Iterator[None
         def reset(self) -> None:
             super().reset()
             if self.number >= 0:
-                listener.drop(self.number)
+                listener.note_freed(self.number)
 
     owner.CUDAGraph = ToldGraph
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be done around each replay, from what the captures have saved and read."""
+"""Derives the waits and copies around each replay from what the captures have saved and read."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from offload_engine._devices.regions import HostRegion, storage_at, whole
 
 
 class Use(NamedTuple):
-    """A capture that reads a storage which has left."""
+    """Read by one capture of a storage that has left."""
 
     saved: CapturedStorage
     number: int
-    """Of the capture."""
+    """Number of the capture."""
     after: int
-    """The last capture that used the same bytes of the slot; -1: none."""
+    """Number of the last capture that used the same bytes of the slot; -1: none."""
     address: int
-    """Where it reads."""
+    """Device address that it reads."""
 
 
 class CopyIn(NamedTuple):
     """The copy-ins for one graph."""
 
     number: int
-    """Of the graph."""
+    """Number of the graph."""
     copies: list[tuple[HostRegion, torch.Tensor]]
     saved_by: tuple[int, ...]
-    """The graphs whose copy-outs it follows, because compute has not waited for them yet."""
+    """Graphs whose copy-outs it must follow, because compute has not waited for them yet."""
 
 
 @dataclass
 class Step:
-    """What is done around the replays of one graph.
+    """Waits and copies around the replays of one graph.
 
     Attributes:
         left: graphs whose copy-outs compute waits for, because this graph uses the bytes again.
-        reads: compute waits for this graph's copy-ins.
-        copy_outs: of what this graph has saved, behind its replay.
-        copy_ins: for later graphs, behind its replay, in their order.
+        reads: whether compute waits for this graph's copy-ins.
+        copy_outs: copies of what this graph has saved, after its replay.
+        copy_ins: copies for later graphs, after its replay, in their order.
     """
 
     left: list[int] = field(default_factory=list)
@@ -58,14 +58,14 @@ def make_program(
 ) -> tuple[Step, ...]:
     """Return the steps of all graphs.
 
-    A copy-in begins as soon as its slot is free and its bytes are there: behind the last graph that used the slot, or
-    the graph that saved. What no backward reads is not copied.
+    A copy-in begins as soon as its slot is free and its bytes are on the device: after the last graph that used the
+    slot, or after the graph that saved. Storages that no backward reads are not copied.
 
     Args:
-        uses: in the order of the captures.
-        left_before: of captures whose storages have left, the capture before which they did.
-        num_graphs: that were captured.
-        device: of the addresses.
+        uses: reads of storages that have left, in the order of the captures.
+        left_before: maps each capture whose storages have left to the capture before which they did.
+        num_graphs: number of captured graphs.
+        device: device of the addresses.
     """
     steps = tuple(Step() for _ in range(num_graphs))
     copied: set[CapturedStorage] = set()
@@ -92,9 +92,9 @@ def make_program(
 
 
 def _joined(pairs: list[tuple[HostRegion, int]]) -> list[tuple[HostRegion, int]]:
-    """Return regions and addresses with those as one that are adjacent in both: one copy takes the host less time.
+    """Merge pairs that are adjacent both on host and on the device: one copy takes the host less time.
 
-    What one graph reads is in one slot, so no copy goes over the end of an allocation.
+    One graph reads from one slot only, so no copy crosses the end of an allocation.
     """
     found: list[tuple[HostRegion, int]] = []
     for region, address in sorted(pairs, key=lambda pair: pair[1]):

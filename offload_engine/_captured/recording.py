@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recording`: what the captures of several graphs save and read, in their order."""
+"""`Recording`: records what the captures of several graphs save and read, in their order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from offload_engine._captured.program import Use
 from offload_engine._captured.saves import BroughtBack, CapturedStorage, CapturedTensor
+from offload_engine._captured.share import CapturedShare
 from offload_engine._captured.slots import Slots
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import are_innermost
@@ -25,7 +26,7 @@ Lend = Callable[[list[int]], "list[HostRegion] | None"]
 
 
 class _Leaving(NamedTuple):
-    """Storages of one capture that leave together, and where to."""
+    """Storages of one capture that leave together, and their host regions."""
 
     number: int
     storages: list[CapturedStorage]
@@ -33,42 +34,51 @@ class _Leaving(NamedTuple):
 
 
 class CapturedGroup:
-    """What a module saves in a capture. Made by `Recording.group`."""
+    """Packs what one module saves in a capture. Made by `Recording.group`."""
 
     def __init__(self, recording: Recording, min_bytes: int) -> None:
         self._recording = recording
         self._min_bytes = min_bytes
 
     def push(self) -> None:
-        """Begin, or go on."""
+        """Begin the group, or resume it."""
         self._recording.push(self._min_bytes)
 
     def pop(self) -> None:
-        """End, or pause."""
+        """End the group, or pause it."""
         self._recording.pop()
 
 
 class Recording:
-    """Numbers captures, and packs what they save.
+    """Numbers captures, and packs the tensors they save.
 
-    A storage stays in the memory of the graphs while it is copied beside the captures after its own. Then its tensors
-    are dropped, so the captures behind these use the same bytes, and its backward reads it at another address.
+    A storage stays in the memory of the graphs during the captures that overlap its copy-out. Then it is released, so
+    later captures use the same bytes, and its backward reads it at another address.
 
     Args:
-        eligibility: of saved tensors.
-        slots: where backwards read what has left.
+        eligibility: decides which saved tensors may move.
+        slots: device memory from which backwards read storages that have left.
         lend: returns host memory for storages of these sizes, or None.
-        saves_all: whatever is saved may leave, not only what groups save.
-        graphs_beside: how many graphs run beside the copy-out.
+        share: decides whether the storages of a forward stay.
+        saves_all: tensors saved outside the groups may leave, too.
+        graphs_beside: number of graphs that overlap a copy-out.
 
     Attributes:
-        number: of the running or last capture.
-        is_capturing: a capture runs.
-        uses: what was read of what has left.
-        left_before: captures whose storages have left, and the capture before which they did.
+        number: number of the running or last capture.
+        is_capturing: whether a capture is running.
+        uses: reads of storages that have left.
+        left_before: maps each capture whose storages have left to the capture before which they did.
     """
 
-    def __init__(self, eligibility: Eligibility, slots: Slots, lend: Lend, saves_all: bool, graphs_beside: int) -> None:
+    def __init__(
+        self,
+        eligibility: Eligibility,
+        slots: Slots,
+        lend: Lend,
+        share: CapturedShare,
+        saves_all: bool,
+        graphs_beside: int,
+    ) -> None:
         self.number: int = -1
         self.is_capturing: bool = False
         self.uses: list[Use] = []
@@ -76,15 +86,16 @@ class Recording:
         self._eligibility = eligibility
         self._slots = slots
         self._lend = lend
+        self._share = share
         self._saves_all = saves_all
         self._graphs_beside = graphs_beside
         self._is_begun = False
         self._kept: dict[int, dict[int, CapturedStorage]] = {}  # by capture, then by storage
-        self._groups: list[int] = []  # that are open: the bytes below which storages stay
+        self._groups: list[int] = []  # of each open group, the size below which storages stay
         self._brought_back: dict[CapturedStorage, BroughtBack] = {}  # by the running capture
-        self._leaving: list[_Leaving] = []  # at the first save or read of the running capture
+        self._leaving: list[_Leaving] = []  # to be released at the first save or read of the running capture
         self._away: list[_Leaving] = []
-        # Host memory of backwards that are captured, by its sizes, with the first capture whose saves may have it.
+        # Host memory whose backwards have been captured, by its sizes, with the first capture that may use it again.
         self._returned: dict[tuple[int, ...], list[tuple[int, list[HostRegion]]]] = {}
 
     # -- captures ----------------------------------------------------------------------------------------------------
@@ -96,7 +107,7 @@ class Recording:
             OffloadError: if CUDA has not ended the one before.
         """
         if self._is_begun:
-            raise OffloadError("a capture of layers was broken off: begin again, with another capture_layers()")
+            raise OffloadError("a capture of layers was interrupted: start over, in a new capture_layers()")
         self._is_begun = True
         self.number += 1
         self._return_regions()
@@ -105,25 +116,25 @@ class Recording:
         return self.number
 
     def begin(self) -> None:
-        """Begin to pack, inside the capture."""
+        """Start packing, inside the capture."""
         self._kept[self.number] = {}
         torch_private.push_hooks(self.pack_ungrouped, self.unpack)
-        self.is_capturing = True  # not before: an interrupt in between leaves hooks, but takes off none of others
+        self.is_capturing = True  # last: after an interrupt in between, `end` must not pop hooks of others
 
     def end(self) -> None:
-        """End to pack, inside the capture, and make room for what later captures read."""
+        """Stop packing, inside the capture, and make room for what later captures read."""
         self.stop()
         self._brought_back.clear()
         self._slots.end_capture(self.number)
 
     def stop(self) -> None:
-        """End to pack, and all groups that are open. No-op outside of a capture."""
+        """Stop packing, and end all open groups. No-op outside a capture."""
         if self.is_capturing:
             while self._groups:
                 self.pop()
             torch_private.pop_hooks()
             self.is_capturing = False
-        for leaving in self._leaving:  # nothing was saved or read
+        for leaving in self._leaving:  # the capture saved and read nothing
             self._keep(leaving)
         self._leaving.clear()
 
@@ -134,7 +145,7 @@ class Recording:
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def group(self, min_bytes: int = 0) -> CapturedGroup:
-        """Return a group: what is saved between its `push` and `pop` may leave, storages of `min_bytes` or more."""
+        """Return a group: storages of at least `min_bytes` that are saved between its `push` and `pop` may leave."""
         return CapturedGroup(self, min_bytes)
 
     def push(self, min_bytes: int) -> None:
@@ -143,20 +154,20 @@ class Recording:
         torch_private.push_hooks(self.pack, self.unpack)
 
     def pop(self) -> None:
-        """End the innermost group. No-op if none is open: its capture has ended before it."""
+        """End the innermost group. No-op if none is open, because the capture ended before the group."""
         if self._groups:
             self._groups.pop()
             torch_private.pop_hooks()
 
     def add_to_group(self, tensors: Iterable[torch.Tensor], min_bytes: int = 0) -> None:
-        """Let tensors leave that the running capture has saved outside the groups, storages of `min_bytes` or more."""
+        """Let storages of at least `min_bytes` leave that the running capture has saved outside the groups."""
         for tensor in tensors:
             saved = self._kept[self.number].get(tensor.untyped_storage()._cdata)
             if saved is not None and saved.nbytes >= min_bytes:
                 saved.is_grouped = True
 
     def are_innermost(self) -> bool:
-        """Return whether the innermost hooks are these: False inside a checkpoint of torch, say."""
+        """Return whether these hooks are the innermost: False inside a checkpoint of torch, for instance."""
         return are_innermost(self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -173,60 +184,67 @@ class Recording:
         found = self._eligibility.read_movable(tensor)
         if found is None or found[7]:
             return StayingTensor(self._eligibility.staying(tensor))
-        self._let_go()
+        self._release_leaving()
         if torch_private.current_graph_task() < 0:  # not what a backward computes again
             self._free_slots()
         storages = self._kept[self.number]
         saved = storages.get(found[1])
-        if saved is None or not saved.handles:  # none: another storage of before had this identity
+        if saved is None or not saved.handles:  # without handles: an earlier storage had the same identity
             saved = storages[found[1]] = CapturedStorage(self.number, found)
         saved.is_grouped |= is_grouped and saved.nbytes >= (self._groups[-1] if self._groups else 0)
         return CapturedTensor(tensor, found, saved)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor that a handle stands for, in the memory where the running capture finds it.
+        """Return the tensor that a handle stands for, in the memory from which the running capture reads it.
 
         Raises:
-            OffloadError: outside of a capture, if its bytes have left.
-            RuntimeError: if it was written in place after it had been saved, or by another backward of this capture.
+            OffloadError: outside a capture, if its bytes have left.
+            RuntimeError: if it was written in place after it was saved, or by another backward of this capture.
         """
         if not isinstance(packed, CapturedTensor):
             tensor: torch.Tensor = packed.unpack()
             return tensor
         if packed.is_modified:
             raise RuntimeError(_MODIFIED)
-        self._let_go(packed.saved)
+        self._release_leaving(packed.saved)
         return self._bring_back(packed) if packed.tensor is None else packed.tensor
 
     def _bring_back(self, packed: CapturedTensor) -> torch.Tensor:
         if not self.is_capturing:
-            raise OffloadError("the backward of a captured forward runs eagerly: capture it, too")
+            raise OffloadError("the backward of a captured forward runs outside a capture: capture it, too")
         saved = packed.saved
         found = self._brought_back.get(saved)
         if found is None:
-            storage, after = self._slots.take(saved.nbytes, saved.offset)  # as on the host, to be copied at once
+            storage, after = self._slots.take(saved.nbytes, saved.offset)  # laid out as on host, for one copy of all
             found = self._brought_back[saved] = BroughtBack(storage)
             self.uses.append(Use(saved, self.number, after, storage.data_ptr()))
         if found.is_overwritten(packed.place):
             raise RuntimeError(_MODIFIED)
         return found.view(packed.place)
 
-    # -- what has left -----------------------------------------------------------------------------------------------
+    # -- storages that leave -----------------------------------------------------------------------------------------
 
     def _find_leaving(self, number: int) -> None:
-        """Find what leaves of the saves of a capture, and where to. Between captures: in one nothing can be pinned."""
+        """Choose the saved storages of a capture that leave, and their host regions.
+
+        Call it between captures: inside one no memory can be pinned.
+        """
         storages = list(self._kept.pop(number).values())
         leaving = [saved for saved in storages if saved.may_leave()]
+        if self._share.stays(leaving):
+            return
         sizes = [saved.nbytes for saved in leaving]
         regions = self._regions(sizes, number) if leaving else None
         if regions is not None:
             self._leaving.append(_Leaving(number, leaving, regions))
             self._slots.reserve(self._slots.size_of(sizes))
 
-    def _let_go(self, read: CapturedStorage | None = None) -> None:
-        """Drop what leaves, at the first save or read of a capture, which is the read of `read`.
+    def _release_leaving(self, read: CapturedStorage | None = None) -> None:
+        """Release the storages that leave, at the first save or read of a capture.
 
-        Not where this is the backward of just that: it would be copied out and back with nothing beside it.
+        Args:
+            read: the storage that is read. If its own capture is among those that leave, that one stays: no graph would
+                run beside the copies out and back.
         """
         for leaving in self._leaving:
             if read is not None and read.number == leaving.number:
@@ -234,8 +252,11 @@ class Recording:
                 self._free_slots()
                 continue
             pairs = zip(leaving.storages, leaving.regions, strict=True)
-            left = [saved for saved, region in pairs if saved.leave(region, region.offset - leaving.regions[0].offset)]
+            left = [
+                saved for saved, region in pairs if saved.release(region, region.offset - leaving.regions[0].offset)
+            ]
             self.left_before[leaving.number] = self.number
+            self._share.note_left(left)
             self._away.append(leaving._replace(storages=left))
         self._leaving.clear()
 
@@ -252,7 +273,7 @@ class Recording:
         self._return(leaving, leaving.number)
 
     def _regions(self, sizes: list[int], number: int) -> list[HostRegion] | None:
-        """Return host memory that is not used from the replay of the forward `number` on until its backward."""
+        """Return host memory that is unused from the replay of the forward `number` to that of its backward."""
         returned = self._returned.get(tuple(sizes), [])
         for found in returned:
             if found[0] <= number:

@@ -14,11 +14,10 @@ from offload_engine.errors import OffloadError
 class Replays:
     """Runs a program once in each pass through its graphs.
 
-    All calls are noted once: a replay leaves the host no more to do than two routines, one in front of it and one
-    behind it.
+    All calls are recorded once. For each replay the host only runs two routines, one before it and one after it.
 
     Args:
-        steps: of the graphs, in their order.
+        steps: waits and copies of the graphs, in their order.
         context: device and copy streams.
     """
 
@@ -28,28 +27,28 @@ class Replays:
         notes = _Notes(context)
         self._routines = [(notes.before(number, step), notes.after(number, step)) for number, step in enumerate(steps)]
         self._next = 0
-        self._is_under_way = False  # a pass has begun, and the copies behind its last graph are not issued
+        self._is_under_way = False  # a pass has begun, and the copies after its last graph are not issued
 
     def before(self, number: int) -> None:
-        """Call it before a replay, on the stream of the replay. Again where that replay has raised an error.
+        """Run the routine before a replay, on its stream. May be called again if that replay raised an error.
 
         Raises:
-            OffloadError: if this graph is not the next one of the captures, nor the first.
+            OffloadError: if this graph is neither the next one in the order of the captures nor the first.
         """
         if number == 0:
             self._begin()
         elif number != self._next:
             raise OffloadError(
-                f"CUDA graph {number} is replayed where graph {self._next} was captured: with offload, graphs are "
-                "replayed in the order of their captures, because they use each other's memory"
+                f"CUDA graph {number} is replayed where graph {self._next} was captured: with offload, replay them "
+                "in the order of their captures, because they use each other's memory"
             )
         routine = self._routines[number][0]
         if routine is not None:
             routine.run(self._current_stream())
 
     def after(self, number: int) -> None:
-        """Call it behind a replay, on its stream. If it is broken off, only a new pass may follow."""
-        self._next = 0  # until all copies are issued: some may write what this graph has read
+        """Run the routine after a replay, on its stream. If this is interrupted, only a new pass may follow."""
+        self._next = 0  # until all copies are issued: some may overwrite what this graph has read
         routine = self._routines[number][1]
         if routine is not None:
             routine.run(self._current_stream())
@@ -59,9 +58,9 @@ class Replays:
             self._is_under_way = False
 
     def _begin(self) -> None:
-        """Have compute wait for copy-ins that a pass which was broken off has left in flight.
+        """Make compute wait for copy-ins that an interrupted pass has left in flight.
 
-        Its copy-outs may read what this pass writes: the copy-outs of this pass follow them, to the same host bytes.
+        Its copy-outs may read what this pass writes, but the copy-outs of this pass then overwrite the same host bytes.
         """
         self._next = 0
         if self._is_under_way:
@@ -70,11 +69,10 @@ class Replays:
 
 
 class _Notes:
-    """Notes the calls of all replays, from the first graph to the last.
+    """Records the calls of all replays, from the first graph to the last.
 
-    The numbers are those of the rules of order in `_saved/transfers.py`. Rules 2, 6 and 7 need no wait of their own: a
-    graph is replayed behind all that was read before it, so host bytes and slots that an earlier graph has used are
-    free once the copies of this one may begin.
+    Numbers refer to the rules of order in `_saved/transfers.py`. Rules 2, 6 and 7 need no wait of their own: a graph is
+    replayed after all earlier reads, so host bytes and slots that an earlier graph used are free when its copies begin.
     """
 
     def __init__(self, context: TransferContext) -> None:
@@ -85,7 +83,7 @@ class _Notes:
         self._copied_in: dict[int, Event] = {}  # by the graph that reads
 
     def before(self, number: int, step: Step) -> Routine | None:
-        """Return what comes in front of a replay, if anything."""
+        """Return the routine to run before a replay; None if it would be empty."""
         if not (step.left or step.reads):
             return None
         calls = self._graphs.new_routine()
@@ -96,7 +94,7 @@ class _Notes:
         return calls
 
     def after(self, number: int, step: Step) -> Routine | None:
-        """Return what comes behind a replay, if anything."""
+        """Return the routine to run after a replay; None if it would be empty."""
         if not (step.copy_outs or step.copy_ins):
             return None
         calls = self._graphs.new_routine()
@@ -108,6 +106,6 @@ class _Notes:
             calls.wait_event(self._into, replayed)  # Rule 4
         for copy_in in step.copy_ins:
             for saved_by in copy_in.saved_by:
-                calls.wait_event(self._into, self._copied_out[saved_by])  # Rule 3, which compute waits for later
+                calls.wait_event(self._into, self._copied_out[saved_by])  # Rule 3; compute itself waits later
             self._copied_in[copy_in.number] = calls.copy_in(self._into, copy_in.copies)
         return calls

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a captured forward has saved: storages, and the handles that autograd keeps instead of tensors over them."""
+"""Keeps what a captured forward has saved: storages, and the handles that autograd keeps instead of tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class CapturedTensor:
     """Stands for one saved tensor inside autograd. Owned by autograd.
 
     Attributes:
-        saved: the storage.
-        place: which of its bytes the tensor has.
-        tensor: an alias of the tensor, with its version; None: its bytes have left.
+        saved: its storage.
+        place: its bytes in the storage.
+        tensor: an alias of the tensor, with its version counter; None: its bytes have left.
         original: the identity of the tensor.
     """
 
@@ -37,7 +37,7 @@ class CapturedTensor:
         saved.add(self)
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Hold the bytes again."""
+        """Hold the bytes of `storage` again."""
         self.tensor = _view(storage, self.place)
         self._version = self.tensor._version
 
@@ -48,10 +48,10 @@ class CapturedTensor:
 
 
 class BroughtBack:
-    """The bytes of a storage that has left, where one capture reads them.
+    """Makes tensors over a storage that has left, at the address from which one capture reads it.
 
     Args:
-        storage: in the memory of that capture.
+        storage: at that address.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -65,7 +65,7 @@ class BroughtBack:
         return view
 
     def is_overwritten(self, place: Place) -> bool:
-        """Return whether what `view` has returned was written in place, over bytes at `place`."""
+        """Return whether a tensor that `view` returned was written in place over bytes at `place`."""
         return any(view._version > NEW_VIEW and overlaps(written, place) for written, view in self._views)
 
 
@@ -73,13 +73,13 @@ class CapturedStorage:
     """A storage that a captured forward has saved.
 
     Attributes:
-        number: of the capture.
-        key: its identity, while it is there.
-        address: on the device, in each replay.
-        nbytes: of the storage.
+        number: number of the capture.
+        key: its identity, while it exists.
+        address: its device address in each replay.
+        nbytes: its size.
         is_grouped: a group has saved it, so it may leave.
-        region: its bytes on the host; None: it has not left.
-        offset: of these behind the first byte of all that has left with it.
+        region: its bytes on host; None: it has not left.
+        offset: offset of these from the first host byte of all storages that left with it.
     """
 
     def __init__(self, number: int, found: Reads) -> None:
@@ -93,31 +93,31 @@ class CapturedStorage:
         self._handles: list[weakref.ref[CapturedTensor]] = []
 
     def add(self, handle: CapturedTensor) -> None:
-        """Note another handle over this storage."""
+        """Add a handle over this storage."""
         self._handles.append(weakref.ref(handle))
 
     @property
     def handles(self) -> list[CapturedTensor]:
-        """Return the handles whose backward has not been captured."""
+        """Return the handles whose backward has not been captured yet."""
         return [handle for ref in self._handles if (handle := ref()) is not None]
 
     def may_leave(self) -> bool:
-        """Return whether a group has saved the bytes, a backward reads what was saved, and nothing else seems to."""
+        """Return whether a group has saved the bytes, a backward reads them unmodified, and nothing else holds them."""
         handles = self.handles
         if not (self.is_grouped and handles) or any(handle.is_modified for handle in handles):
             return False
-        # Each alias holds its original, too, for derivatives in forward mode.
+        # Each alias also holds its original, for forward-mode derivatives.
         ours = len(handles) + len({handle.original for handle in handles})
-        return torch_private.use_count(self.key) <= ours  # more where a static output, say, holds the storage
+        return torch_private.use_count(self.key) <= ours  # more if a static output, for instance, holds the storage
 
-    def leave(self, region: HostRegion, offset: int) -> bool:
-        """Drop the tensors, so that the next captures use the bytes again; return whether that has freed them.
+    def release(self, region: HostRegion, offset: int) -> bool:
+        """Release the bytes, so that later captures use them again; return whether that was possible.
 
-        Where others hold an original, the tensors are back, and the storage stays.
+        If other code holds an original, the handles hold the bytes again, and the storage stays.
         """
         handles = self.handles
         tensors = [handle.tensor for handle in handles if handle.tensor is not None]
-        if not tensors:  # its graph was freed meanwhile
+        if not tensors:  # its graph was freed in the meantime
             return False
         weak = StorageWeakRef(tensors[0].untyped_storage())
         tensors.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Slots`: the device memory in which captured backwards find what has left. It is memory of their graphs."""
+"""`Slots`: owns the device memory, part of their graphs', from which captured backwards read what has left."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ Allocate = Callable[[int], torch.Tensor]
 
 
 class Slot:
-    """Memory for what one backward reads; another may take it as soon as nothing is left of that.
+    """Memory from which one backward reads; free for another as soon as no tensor over it is left.
 
     Args:
         buffer: its memory.
         number: of the capture that runs, and may have used these bytes before.
 
     Attributes:
-        nbytes: of the slot.
-        last_used: the number of the last capture that used its bytes.
+        nbytes: its size.
+        last_used: number of the last capture that used its bytes.
     """
 
     def __init__(self, buffer: torch.Tensor, number: int) -> None:
         self.nbytes: int = buffer.nbytes
         self.last_used: int = number
         self._buffer = buffer
-        self._taken: list[tuple[int, int]] = []  # begin and end of what the running capture has taken
+        self._taken: list[tuple[int, int]] = []  # begin and end of each range that the running capture has taken
         self._storages: list[torch.UntypedStorage] = []  # of the running capture
-        self._left: list[StorageWeakRef] = []  # of the last user, until nothing holds them: a stash of inputs may
+        self._left: list[StorageWeakRef] = []  # of the last user, while a tensor holds them, as in a stash of inputs
 
     def take(self, nbytes: int, offset: int, alignment: int) -> torch.UntypedStorage:
-        """Return a storage over the bytes at `offset`, or over the first others that are free.
+        """Return a storage over the bytes at `offset`, or else over the first free ones.
 
         Raises:
-            OffloadError: if there are none.
+            OffloadError: if there is no room.
         """
         behind = [_round_up(end, alignment) for _, end in self._taken]
         found = [begin for begin in (offset, 0, *behind) if self._has_free(begin, begin + nbytes)]
         if not found:
             raise OffloadError(
-                f"a captured backward reads more than the {self.nbytes:,} bytes that any captured forward has saved: "
-                "capture the backward of each forward by itself, as make_graphed_callables does"
+                f"a captured backward reads more than the {self.nbytes:,} bytes that any one captured forward has "
+                "saved: capture the backward of each forward separately, as make_graphed_callables does"
             )
         self._taken.append((found[0], found[0] + nbytes))
         storage = storage_at(self._buffer.data_ptr() + found[0], nbytes, self._buffer.device)
@@ -56,7 +56,7 @@ class Slot:
         return end <= self.nbytes and all(end <= taken[0] or taken[1] <= begin for taken in self._taken)
 
     def end_capture(self, number: int) -> None:
-        """Note that a capture has ended, which used this slot if anything of it is still there."""
+        """Note that a capture has ended, which used this slot if it has taken anything from it."""
         self._left += [StorageWeakRef(storage) for storage in self._storages]
         if self._left:
             self.last_used = number
@@ -66,7 +66,7 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        """Return whether nothing of its last user is left."""
+        """Return whether no tensor of its last user is left."""
         return not self._left
 
 
@@ -77,13 +77,13 @@ class Slots:
     replay does not. So a slot may be filled from that replay on. Until it has been read no other graph uses the bytes.
 
     Args:
-        allocate: returns a tensor of so many bytes, in the memory of the graph that is captured.
-        alignment: of each storage in a slot, in bytes.
-        num_free: how many are free when a backward is captured. It takes one; the others may be read by the backwards
-            before it, beside which its own is filled.
+        allocate: returns a tensor of this many bytes, in the memory of the graph that is being captured.
+        alignment: alignment of each storage in a slot, in bytes.
+        num_free: number of free slots when a backward is captured. It takes one, which is filled while the backwards
+            before it may still read the others.
 
     Attributes:
-        nbytes: of all slots, where they were most.
+        nbytes: the most bytes that all slots had at one time.
     """
 
     def __init__(self, allocate: Allocate, alignment: int, num_free: int) -> None:
@@ -101,15 +101,15 @@ class Slots:
         return sum(_round_up(nbytes, self._alignment) for nbytes in sizes)
 
     def reserve(self, nbytes: int) -> None:
-        """Let each slot from now on have `nbytes` bytes or more."""
+        """Make each new slot have at least `nbytes` bytes."""
         self._slot_bytes = max(self._slot_bytes, nbytes)
 
     def take(self, nbytes: int, offset: int) -> tuple[torch.UntypedStorage, int]:
         """Return a storage for the running capture, and the number of the last capture that used its bytes.
 
         Args:
-            nbytes: of the storage.
-            offset: where in the slot it is best, a multiple of the alignment.
+            nbytes: size of the storage.
+            offset: preferred offset in the slot, a multiple of the alignment.
 
         Raises:
             OffloadError: if no slot has room.
@@ -130,7 +130,7 @@ class Slots:
         self._all = [slot for slot in self._all if slot is self._current or not slot.is_free]
 
     def close(self) -> None:
-        """Forget all slots."""
+        """Release all slots."""
         self._all, self._current, self.nbytes = [], None, 0
 
     def end_capture(self, number: int) -> None:

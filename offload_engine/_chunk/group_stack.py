@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GroupStack`: opens the groups of one chunk and knows which are open."""
+"""`GroupStack`: owns the groups of one chunk and tracks which are open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_engine.traits import GroupTraits
 
 
 class GroupStack:
-    """Owns the groups of one forward of one chunk. Its items are those opened so far, in order.
+    """Owns the groups of one forward of one chunk. Its items are the groups opened so far, in order.
 
     Args:
         key: stage and microbatch.
@@ -51,7 +51,7 @@ class GroupStack:
         return self.open_groups[-1] if self.open_groups else None
 
     def has_saved(self) -> bool:
-        """Return whether a graph still holds a storage that one of these groups was the first to save."""
+        """Return whether a graph still holds a storage that one of these groups saved first."""
         return any([saved.group is group for group in self.progress.groups for saved in list(group.storages)])
 
     def open(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
@@ -61,7 +61,7 @@ class GroupStack:
         group = TensorGroup(self._key, index, name, traits)
         if index in self._keep_groups or index >= self._first_kept:
             group.is_kept = True
-        place = group.layer, name  # in line, as each group opens once
+        place = group.layer, name
         group.part = num_parts.get(place, 0)
         num_parts[place] = group.part + 1
         groups.append(group)

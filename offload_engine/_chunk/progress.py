@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkProgress`: the groups of one chunk, and the positions of its backward and its prefetch."""
+"""`ChunkProgress`: lists the groups of one chunk, and the positions of its backward and its prefetch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from offload_engine.schedule import ChunkKey
 
 
 class ChunkProgress:
-    """The groups of one chunk in the order of forward. The chunk adds groups; the policy moves the positions.
+    """Lists the groups of one chunk in the order of forward. The chunk adds groups; the policy moves the positions.
 
     Attributes:
         key: stage and microbatch.
-        groups: in the order of forward.
+        groups: the groups, in the order of forward.
         has_head: the backward comes at once, and the boundary HEAD comes between the layers and the loss.
-        is_over: its iteration has ended before its backward, which then moves nothing ahead.
+        is_over: its iteration ended before its backward, which then prefetches nothing.
         is_forward_done: the list of groups is complete.
         prefetch_index: index of the group to prefetch next; counts down.
         backward_index: index of the group that the backward has reached, or will reach first.
@@ -34,7 +34,7 @@ class ChunkProgress:
         self.num_parts: dict[tuple[int, str], int] = {}
 
     def begin_tail(self) -> None:
-        """Mark the start of the last block of the forward; the last call counts."""
+        """Mark the start of the last block of the forward. If called again, the last call counts."""
         self.backward_index = len(self.groups)
 
     def end_forward(self) -> None:
@@ -52,4 +52,4 @@ class ChunkProgress:
         """Return whether the backward of the chunk begins with this group's layer."""
         if group.layer == self.groups[-1].layer != -1:
             return True
-        return self.last_index_by_name[group.name] == group.index  # if layers are not known
+        return self.last_index_by_name[group.name] == group.index  # layers are not known

@@ -10,14 +10,14 @@ import torch
 
 from offload_engine._chunk.group_stack import GroupStack
 from offload_engine._compat import torch_private
-from offload_engine._compat.own_hooks import OwnHooks, take_off
+from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from offload_engine._observe.reasons import Reason
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 
-# The context manager for these has no way to ask whose hooks are the innermost.
+# Torch's public context manager cannot tell whose hooks are the innermost.
 _innermost_hooks: Final[Any] = torch_private.innermost_hooks
 _pop_hooks: Final[Any] = torch_private.pop_hooks
 _push_hooks: Final[Any] = torch_private.push_hooks
@@ -42,7 +42,7 @@ class SavedTensorHooks:
         self._groups = groups
         self._checker = checker
         self._popped: list[Pack] = []  # pack functions of the paused hooks; innermost first
-        self._pack_until: Pack | None = None  # pack function of the hooks that wait for the tensor to pause behind
+        self._pack_until: Pack | None = None  # pack function of the hooks that watch for the tensor to pause after
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class SavedTensorHooks:
         return self.pack_plain(tensor, self._groups.ungrouped)
 
     def pack_plain(self, tensor: torch.Tensor, group: TensorGroup) -> Handle:
-        """Pack a tensor that is not made of others, for `group`."""
+        """Pack a tensor for `group` that is not made of other tensors."""
         if type(tensor) is _PARAMETER and tensor.is_leaf:  # half of what layers with many experts save
             self._store.note_staying(tensor, group, Reason.WEIGHT)
             return StayingTensor(tensor)
@@ -97,23 +97,24 @@ class SavedTensorHooks:
         return OwnHooks(self.pack_ungrouped, self.unpack)
 
     def push(self) -> None:
-        """Enter the hooks of `in_group()`, at less cost; `pop` leaves them."""
+        """Push the hooks of `in_group()`, at less cost than its context manager."""
         _push_hooks(self.pack, self.unpack)
 
     def pop(self) -> None:
-        """Undo `push`. Hooks pushed since must have been popped."""
+        """Undo `push`. Hooks pushed since then must have been popped."""
         _pop_hooks()
 
     def are_innermost(self) -> bool:
-        """Return whether the innermost hooks are these, or there are none: False inside a checkpoint of torch, say."""
+        """Return whether the innermost hooks are these, or there are none: False inside torch's checkpoint."""
         top = _innermost_hooks(True)
         return top is None or top[1] == self.unpack  # both pairs of hooks share it
 
     def pause_around_groups(self) -> bool:
         """Pause the hooks of `around_groups` until `resume`.
 
-        Saves the host the cost of a hook per tensor. A tensor saved meanwhile stays on the device, even if a group
-        saves it too, and no meter counts it. If a group saves it, do not pass it to `OffloadEngine.held_elsewhere`.
+        This saves the host the cost of a hook per tensor. A tensor saved in the meantime stays on the device, even if a
+        group saves it too, and no meter counts it. If a group saves it, do not pass it to
+        `OffloadEngine.held_elsewhere`.
 
         Returns:
             False, without effect, if these hooks are not the innermost: in an open group, for instance.
@@ -130,7 +131,7 @@ class SavedTensorHooks:
         all of it, has been saved; later tensors are treated as under `pause_around_groups`.
 
         Returns:
-            False, without effect, if the innermost hooks are not this chunk's, or already wait for such a tensor.
+            False, without effect, if the innermost hooks are not this chunk's, or already watch for such a tensor.
         """
         innermost = _innermost_hooks(True)
         if innermost is None or innermost[1] != self.unpack or innermost[0] is self._pack_until:
@@ -165,11 +166,11 @@ class SavedTensorHooks:
             _pop_hooks()
 
 
-def take_off_hooks_of(store: ActivationStore) -> None:
+def pop_hooks_of(store: ActivationStore) -> None:
     """Pop the innermost hooks of this thread while they are those of chunks that save into `store`."""
 
     def is_own(unpack: Any) -> bool:
         owner = getattr(unpack, "__self__", None)
         return isinstance(owner, SavedTensorHooks) and owner._store is store
 
-    take_off(is_own)
+    pop_own(is_own)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `tensor_reads`, from C where the core is compiled."""
+"""Provides the functions of `tensor_reads`, in C if the core is compiled."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SWITCH_V1 = "offload_activations"
 
 
 def smp_policy(config: Mapping[str, Any] | str | os.PathLike[str]) -> PolicySettings:
-    """Return the policy that an SMP configuration amounts to.
+    """Return the policy that corresponds to an SMP configuration.
 
     Raises:
         TypeError: if the configuration, or a value in it, has the wrong type.
@@ -75,14 +75,14 @@ def _positive(config: Mapping[str, Any], default: int) -> int:
 
 
 def _log_other_keys(config: Mapping[str, Any]) -> None:
-    """Log the keys that have no effect here; raise for a misspelt one of ours, which would silently have none."""
+    """Log the keys that have no effect here; raise for a misspelt one of ours, which would be ignored silently."""
     ours = (HORIZON, SWITCH_V2, SWITCH_V1)
     others = sorted(str(key) for key in config if key not in ours)
     for key in others:
         for meant in difflib.get_close_matches(key, ours, n=1, cutoff=0.85):
             raise ValueError(f"unknown key {key!r} in an SMP configuration; did you mean {meant!r}?")
     if others:
-        logger.info("left to SMP, without effect on activation offload: %s", ", ".join(others))
+        logger.info("settings of SMP without effect on activation offload: %s", ", ".join(others))
 
 
 def _read(path: object) -> Mapping[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one guarded import of TransformerEngine: the base class of `ChunkOffloadHandler`.
+"""Imports the base class of `ChunkOffloadHandler` from TransformerEngine, guarded; the only import of that library.
 
 TransformerEngine up to 2.9 has `AsyncDoubleBufferGroupOffloadHandler` in `pytorch.cpu_offload`, from 2.10 on in
 `pytorch.cpu_offload_v1`. If it cannot be imported, a class with the same contract replaces it, so that no other module
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-# TransformerEngine dlopens CUDA libraries at import and, half installed or without a GPU, fails in all of these ways.
+# TransformerEngine dlopens CUDA libraries at import. Partly installed or without a GPU, it fails in all of these ways.
 _IMPORT_FAILURES = (ImportError, OSError, RuntimeError, AssertionError, subprocess.CalledProcessError)
 _TE_MODULES = ("transformer_engine.pytorch.cpu_offload_v1", "transformer_engine.pytorch.cpu_offload")
 
 
 class _GroupOffloadHandler:
-    """State that TransformerEngine's handlers share: what its hook and commit function may look at."""
+    """Has the state that TransformerEngine's handlers share, which its hook and commit function may read."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class _GroupOffloadHandler:
 
 
 class _AsyncGroupOffloadHandler(_GroupOffloadHandler):
-    """The contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, to be filled in by a subclass."""
+    """Has the contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`; a subclass implements it."""
 
     def tensor_push(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         """Pack a saved tensor; return the tag for `tensor_pop`."""
@@ -53,19 +53,19 @@ class _AsyncGroupOffloadHandler(_GroupOffloadHandler):
         raise NotImplementedError
 
     def on_group_commit_forward(self) -> Any:
-        """Called when the forward of a group is over."""
+        """Commit a group; called at the end of its forward."""
         raise NotImplementedError
 
     def on_group_commit_backward(self) -> None:
-        """Called when the backward of a group begins."""
+        """Begin the backward of a group."""
         raise NotImplementedError
 
     def bulk_offload_group(self, group_to_offload: int) -> None:
-        """Copy the tensors of a group out."""
+        """Copy out the tensors of a group."""
         raise NotImplementedError
 
     def bulk_reload_group(self, group_to_reload: int) -> None:
-        """Copy the tensors of a group in."""
+        """Copy in the tensors of a group."""
         raise NotImplementedError
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine reads of tensors on hot paths, several attributes in one call.
+"""Reads attributes of tensors on hot paths, several in one call.
 
-`_tensor_reads.c` does the same for the compiled core: there a look-up takes longer than the read itself, and each saved
-tensor has about thirty of them.
+`_tensor_reads.c` does the same for the compiled core, where a look-up takes longer than the read itself, and about
+thirty are needed for each saved tensor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PARAMETER: Final = torch.nn.Parameter
 _STRIDED: Final = torch.strided
 
 Reads = tuple[Any, ...]
-"""What is read of a tensor: its storage; the storage's `_cdata`, bytes and address; the tensor's version, and its place
-(storage offset, shape, strides and dtype); whether it has all bytes of its storage, one after another; and whether it
-is lazily conjugated or negated."""
+"""Attributes of a tensor: its storage; the storage's `_cdata`, bytes and address; the tensor's version; its place
+(storage offset, shape, strides and dtype); whether it covers its storage contiguously; and whether it is lazily
+conjugated or negated."""
 
 
 def read_plain(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> Reads | None:
-    """Read a plain tensor on `device` whose storage has `min_bytes` bytes or more; return None for any other.
+    """Read a plain tensor on `device` whose storage has at least `min_bytes` bytes; return None for any other.
 
     A plain tensor is of the class `torch.Tensor` itself (a parameter is not an activation, and other subclasses may
     hold more than their storage), strided, not quantized, not nested, and not a view of a parameter; and it has bytes.
@@ -34,16 +34,16 @@ def read_plain(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> Re
     nbytes = storage.nbytes()
     if nbytes < min_bytes:  # true for most tensors, so tested first
         return None
-    if tensor.device != device or tensor.is_quantized or tensor.is_nested:  # sizes of a nested one: not in its shape
+    if tensor.device != device or tensor.is_quantized or tensor.is_nested:  # nested: its sizes are not in its shape
         return None
     if type(tensor._base) is _PARAMETER:
         return None
     try:
         address = storage.data_ptr()
-    except RuntimeError:  # it has no bytes, although it has a size: that of a tangent of zeros
+    except RuntimeError:  # a size, but no bytes: the storage of a tangent of zeros
         return None
     place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    # Not `tensor.nbytes`, which torch.compile cannot trace with dynamic shapes: it may compile these frames, too.
+    # Not `tensor.nbytes`: torch.compile may compile these frames, too, and cannot trace it with dynamic shapes.
     has_all = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == nbytes
     is_lazy = tensor.is_conj() or tensor.is_neg()
     return storage, storage._cdata, nbytes, address, tensor._version, place, has_all, is_lazy
@@ -55,6 +55,6 @@ def is_unmodified(tensor: torch.Tensor, version: int, storage: torch.UntypedStor
 
 
 def address_of(tensor: torch.Tensor, nbytes: int) -> int | None:
-    """Return the address of the storage of `tensor`; None if it has not `nbytes` bytes."""
+    """Return the address of the storage of `tensor`; None if its size is not `nbytes`."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() if storage.nbytes() == nbytes else None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of torch that is not public and that the two packages use, taken here once.
+"""Binds every private name of torch that the two packages use.
 
-Code on a hot path binds a name again at module level, `_use_count: Final[Any] = torch_private.use_count`:
-then a call costs what it costs in torch. What a name means is probed by tests/cpu/test_torch_private.py.
+Code on a hot path binds a name again at module level, `_use_count: Final[Any] = torch_private.use_count`, so that a
+call costs no more than in torch. tests/cpu/test_torch_private.py probes what each name means.
 
-Attributes of tensors, storages, nodes and modules stay attributes where they are read: a function around each would
-cost as much as the read. They are listed below, and looked for when this module is imported.
+Private attributes of tensors, storages, nodes and modules are read where they are needed: a function around each would
+cost as much as the read. They are listed below, and checked when this module is imported.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.utils._pytree
 
-SUPPORTED: Final = "torch 2.6 to 2.15"
+SUPPORTED: Final = "torch 2.11 to 2.15"
 _MISSING: Final = object()
 
-# What may be read of an object of torch anywhere in the two packages.
+# Private attributes that the two packages may read anywhere.
 TENSOR_ATTRIBUTES: Final = ("_backward_hooks", "_base", "_is_view", "_is_zerotensor", "_version")
 STORAGE_ATTRIBUTES: Final = ("_cdata", "_weak_ref")
 NODE_ATTRIBUTES: Final = ("_register_hook_dict", "_sequence_nr")
@@ -38,7 +38,7 @@ def take(path: str) -> Any:
     """Return the object that `path`, such as "torch._C._storage_Use_Count", names.
 
     Raises:
-        ImportError: if this torch has nothing of that name.
+        ImportError: if this torch has no such name.
     """
     found: Any = torch
     for name in path.split(".")[1:]:
@@ -49,7 +49,7 @@ def take(path: str) -> Any:
 
 
 def take_or_refuse(path: str) -> Any:
-    """Work as `take`, for names that only some builds of torch have; return a function that raises if it is missing."""
+    """Work like `take`, for names that only some builds of torch have; if missing, return a function that raises."""
     try:
         return take(path)
     except ImportError as error:
@@ -62,7 +62,7 @@ def take_or_refuse(path: str) -> Any:
 
 
 def check_attributes(owner: object, path: str, names: tuple[str, ...]) -> None:
-    """Look for attributes of `owner`, a class or an instance of it that is found under `path`.
+    """Check the attributes of `owner`, a class, or an instance of the class at `path`.
 
     Raises:
         ImportError: if one is missing.
@@ -75,12 +75,12 @@ def check_attributes(owner: object, path: str, names: tuple[str, ...]) -> None:
 def _import_error(path: str) -> ImportError:
     return ImportError(
         f"offload_engine needs {path} ({SUPPORTED}); torch {torch.__version__} has none: install a torch between "
-        "those two, or a later offload_engine that knows this one",
+        "those two, or a later offload_engine that supports this one",
         name=__name__,
     )
 
 
-# -- saved tensors: hooks, and which are innermost; the context manager for these has no way to ask
+# -- saved tensors: hooks, and which are innermost; torch's context manager cannot tell
 
 innermost_hooks: Final[Callable[[bool], tuple[Any, Any] | None]] = take(
     "torch._C._autograd._top_saved_tensors_default_hooks"
@@ -98,7 +98,7 @@ current_graph_task: Final[Callable[[], int]] = take("torch._C._current_graph_tas
 queue_callback: Final[Callable[[Callable[[], None]], None]] = take(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
-"""Have a function called when the backward that runs in this thread is over. RuntimeError outside any."""
+"""Register a function to be called when the backward that runs in this thread is over. RuntimeError outside any."""
 
 # An operation with a gradient formula has no identity in Python but the class of its node.
 LEAF_NODE: Final[type] = take("torch._C._functions.AccumulateGrad")
@@ -114,9 +114,9 @@ use_count: Final[Callable[[int], int]] = take("torch._C._storage_Use_Count")
 """How many hold the storage at `_cdata`: each tensor over it, in Python, C++ and graphs, and each object in Python that
 is the storage itself, once."""
 free_weak_ref: Final[Callable[[Any], None]] = take("torch.UntypedStorage._free_weak_ref")
-"""Give back what `storage._weak_ref()` returned: until then no other storage gets its address."""
+"""Free a result of `storage._weak_ref()`: until then no other storage gets its address."""
 storage_of: Final[Callable[[int], torch.UntypedStorage]] = take("torch.UntypedStorage._new_with_weak_ptr")
-"""Return the storage that a `StorageWeakRef` with this `cdata` refers to, if it is there."""
+"""Return the storage that a `StorageWeakRef` with this `cdata` refers to, if it still exists."""
 storage_at: Final[Callable[[int, torch.device, int], torch.UntypedStorage]] = take(
     "torch._C._construct_storage_from_data_pointer"
 )
@@ -126,8 +126,8 @@ neg_view: Final[Callable[[torch.Tensor], torch.Tensor]] = take("torch._neg_view"
 # -- torch.compile
 
 eval_frame_callback: Final[Callable[[], Any]] = take("torch._C._dynamo.eval_frame.get_eval_frame_callback")
-"""What torch.compile does with the frames of this thread: None where it does nothing, False where it only runs what it
-has compiled, else a function."""
+"""How torch.compile treats the frames of this thread: None: not at all; False: it only runs compiled code; otherwise a
+function that compiles."""
 
 # -- CUDA: builds without it have none of these
 
@@ -161,7 +161,7 @@ def class_behind_fsdp(module: torch.nn.Module) -> type:
     """Return the class of `module`, or the class it had before `fully_shard` derived another from it."""
     from torch.distributed.fsdp import (
         FSDPModule,
-    )  # here: it takes a second, which a program with such a module has spent already
+    )  # imported here: it takes a second, which a program with such a module has already spent
 
     own: type = type(module)
     while issubclass(own, FSDPModule):
@@ -185,11 +185,11 @@ def of_schedule(schedule: object, name: str) -> Any:
 # -- process groups: builds without torch.distributed have none
 
 default_store: Final[Callable[[], Any]] = take_or_refuse("torch.distributed.distributed_c10d._get_default_store")
-"""The store through which the ranks of the process group have met; None where it met through none, as under MPI."""
+"""The store of the rendezvous of the process group; None if it has none, as under MPI."""
 
 
 def num_collectives() -> int:
-    """Count the collectives that this process has begun, in all of its process groups: a number to compare later."""
+    """Count the collectives that this process has begun in all of its process groups, to compare with a later count."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0
@@ -200,7 +200,7 @@ def num_collectives() -> int:
 # -- profiles
 
 record_function: Final[Any] = take("torch._C._profiler._RecordFunctionFast")
-"""As `torch.profiler.record_function`, in a tenth of the time."""
+"""Like `torch.profiler.record_function`, in a tenth of the time."""
 PROFILER_ATTRIBUTES: Final = ("_is_profiler_enabled",)
 """Attributes of `torch.autograd.profiler`: whether one of torch's profilers listens; read on hot paths."""
 check_attributes(take("torch.autograd.profiler"), "torch.autograd.profiler", PROFILER_ATTRIBUTES)

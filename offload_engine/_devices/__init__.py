@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices: the source of streams, events, copies and host bytes. `make_device` selects that of this machine."""
+"""Provides streams, events, copies and host bytes of a device. `make_device` selects the device of this process."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = [
 
 
 def device_for(config: OffloadConfig, given: Device | None) -> Device:
-    """Return the device of an engine, the given one or that of this process, which is bound to its CPUs if asked for.
+    """Return the device of an engine: the given one, or that of this process. Binds the process to CPUs if configured.
 
     Raises:
-        TypeError: if `given` is a device of torch.
+        TypeError: if `given` is a `torch.device`.
         ValueError, OSError: see `make_device`.
     """
     if isinstance(given, (str, int, torch.device)):
         raise TypeError(
-            f"device={given!r} is a device of torch. Omit it: the engine takes the current CUDA device "
+            f"device={given!r} is a torch.device. Omit it: the engine uses the current CUDA device "
             "(torch.cuda.set_device), or the CPU if there is no GPU"
         )
     device = make_device(config) if given is None else given
@@ -51,7 +51,7 @@ def device_for(config: OffloadConfig, given: Device | None) -> Device:
 
 
 def make_device(config: OffloadConfig) -> Device:
-    """Make the device of this process: the current CUDA device if there is one, else the CPU.
+    """Make the device of this process: the current CUDA device if there is one, otherwise the CPU.
 
     Raises:
         ValueError: if `config.directory` is set with CUDA, or has less free than `config.host_limit_bytes`.

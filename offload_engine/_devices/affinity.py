@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binds a process to the CPUs of its GPU's memory node, as `nvmlDeviceSetCpuAffinity` does, read from `/sys`.
 
-Copies are made by the GPU, into pinned memory near it (`pinned.py`). What the CPUs change is the host's own way to the
-GPU: launches, reads of results, and the pages that threads touch first, which are taken from their own node.
+The GPU itself makes the copies, into pinned memory near it (`pinned.py`). The CPUs matter for the host's access to the
+GPU: launches, reads of results, and pages that threads touch first, which come from their own node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Binding(NamedTuple):
-    """What became of a request to bind this process."""
+    """Outcome of a request to bind this process."""
 
     cpus: frozenset[int]
     """Near the GPU and allowed; empty: nothing was changed."""
@@ -33,11 +33,11 @@ class Binding(NamedTuple):
 def bind_to_gpu(device: torch.device, root: Path = Path("/")) -> Binding:
     """Bind every thread of this process, and those that they start from now on, to the CPUs near a GPU.
 
-    A thread keeps what was forbidden to it before, and its CPUs as they are if none of them is near. Idempotent.
+    A thread gets no CPU that it could not use before, and keeps its CPUs if none of them is near. Idempotent.
 
     Args:
-        device: a CUDA device with an index; for any other nothing is changed.
-        root: directory of `/sys`; another one only in tests.
+        device: a CUDA device with an index; for any other, nothing is changed.
+        root: directory of `/sys`; differs only in tests.
     """
     allowed = frozenset(os.sched_getaffinity(0))
     near = _cpus_near(device, root)
@@ -53,7 +53,7 @@ def bind_to_gpu(device: torch.device, root: Path = Path("/")) -> Binding:
 
 
 def _bind(thread: int, near: frozenset[int]) -> None:
-    with suppress(ProcessLookupError):  # it has ended meanwhile
+    with suppress(ProcessLookupError):  # the thread has ended
         if both := near.intersection(os.sched_getaffinity(thread)):
             os.sched_setaffinity(thread, both)
 

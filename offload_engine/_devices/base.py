@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device seam: every stream, event, copy and allocation call of the engine.
+"""Defines the device seam: every stream, event, copy and allocation call of the engine.
 
 Three implementations exist: CUDA, CPU (real copies by worker threads into a host arena), and, in the tests, an
 adversarial device that delays every copy as long as the recorded order allows. The engine never calls
 `torch.cuda` itself, so an ordering bug on one of them is an ordering bug on all.
 
-Streams, events and time marks are opaque: only the device that made them looks inside.
+Streams, events and time marks are opaque: only the device that made them reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Event = Any
 TimeMark = Any
 
 COMPUTE: Final[Stream] = 0
-"""In the calls of a `Routine`: the stream that `Routine.run` gets."""
+"""In the calls of a `Routine`, stands for the stream that is passed to `Routine.run`."""
 
 
 class CopyError(RuntimeError):
@@ -34,14 +34,14 @@ class HostRead(Protocol):
     """A small device tensor on its way to the host."""
 
     tensor: torch.Tensor
-    """On the CPU. Valid after `wait()`, or after anything that is ordered behind the read on its stream."""
+    """On the CPU. Valid after `wait()`, or after any work that follows the read on its stream."""
 
     def wait(self) -> torch.Tensor:
         """Block the host until the read is done; returns `tensor`."""
 
 
 class PlainRead:
-    """A read that was done on the spot."""
+    """A read that completed at once."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor = tensor.detach().to("cpu")
@@ -58,45 +58,45 @@ class MemoryGauge(Protocol):
         """Return the most that was allocated at once since `reset`."""
 
     def reset(self) -> None:
-        """Begin a new peak with what is allocated now."""
+        """Start a new peak at the bytes allocated now."""
 
     def held_bytes(self) -> int:
-        """Return what the process held at the most since `reset`: reserved by its allocator, and outside of it."""
+        """Return the most bytes that the process held since `reset`: reserved by its allocator, and outside it."""
 
     def outside_bytes(self) -> int:
-        """Return what the process holds outside of its allocator."""
+        """Return the bytes that the process holds outside its allocator."""
 
     def total_bytes(self) -> int:
-        """Return the memory of the device; 0: it is not known."""
+        """Return the total memory of the device; 0 if it is not known."""
 
     def trim(self) -> None:
-        """Return to the device what is reserved and not in use."""
+        """Return memory that is reserved and not in use to the device."""
 
 
 class Routine(Protocol):
-    """Calls that are noted once, and then made again and again in one go, in the order in which they were noted.
+    """Records calls once, to make them again and again, all at once and in the same order.
 
-    Each stands for the method of `Device` that has its name. An event stands for the last run that has recorded it, and
-    routines may wait for events of each other. No byte of what is copied may move.
+    Each stands for the `Device` method of the same name. An event stands for the last run that recorded it, and
+    routines may wait for events of each other. The copied bytes must keep their addresses.
     """
 
     def record_event(self, stream: Stream) -> Event:
-        """Note the record of an event on `stream`, or on `COMPUTE`."""
+        """Add the record of an event on `stream`, or on `COMPUTE`."""
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Note that `stream`, or `COMPUTE`, waits for an event of this or of another routine."""
+        """Add a wait of `stream`, or of `COMPUTE`, for an event of this or of another routine."""
 
     def copy_out(self, stream: Stream, copies: list[tuple[torch.Tensor, HostRegion]]) -> Event:
-        """Note copies on `stream`, and the event after the last byte."""
+        """Add copies on `stream`; return the event after the last byte."""
 
     def copy_in(self, stream: Stream, copies: list[tuple[HostRegion, torch.Tensor]]) -> Event:
-        """Note copies on `stream`, and the event after the last byte."""
+        """Add copies on `stream`; return the event after the last byte."""
 
     def run(self, compute: Stream) -> None:
-        """Make the calls; none may be noted from now on.
+        """Make the calls; none may be added from now on.
 
         Raises:
-            CopyError: if one is refused; those behind it are not made.
+            CopyError: if one is refused; those after it are not made.
         """
 
 
@@ -104,13 +104,13 @@ class DeviceGraphs(Protocol):
     """Lets the calls of a device become a part of a CUDA graph."""
 
     def is_capturing(self) -> bool:
-        """Return whether the current stream records a graph instead of running what it is given."""
+        """Return whether the current stream captures its work into a graph instead of running it."""
 
     def record(self, is_recording: bool) -> None:
-        """Begin, or end, to issue only what a capture can record. No work of the device may be in flight.
+        """Start, or stop, issuing only what a capture can record. No work of the device may be in flight.
 
-        Until the end each copy is issued alone, only events that were known to have completed before count as complete,
-        and `Device.synchronize` returns at once, because nothing runs.
+        In between, each copy is issued separately, only events that were known to have completed before count as
+        complete, and `Device.synchronize` returns at once, because nothing runs.
         """
 
     def new_routine(self) -> Routine:
@@ -118,30 +118,30 @@ class DeviceGraphs(Protocol):
 
 
 class Device(Protocol):
-    """What the engine needs of a device.
+    """Issues the work that the engine needs of a device.
 
-    Calls come from the thread that runs the model or its backward, one at a time. What drops a buffer may also come
-    from any thread in which the garbage collector finds a graph, also one of the device's own. Time may be marked and
-    asked for from any thread at any time.
+    Calls come from the thread that runs the model or its backward, one at a time. Calls that release a buffer may also
+    come from any thread in which the garbage collector runs, including the device's own. Time may be marked and
+    read from any thread at any time.
     """
 
     torch_device: torch.device
-    """Saved tensors on this device, and on no other, are moved."""
+    """Only saved tensors on this device are moved."""
 
     host_alignment: int
     """Every `HostRegion.offset` and slab size is a multiple of this many bytes (a power of two)."""
 
     memory: MemoryGauge | None
-    """Measures the memory of the device; None: nothing can."""
+    """Measures the memory of the device; None: it cannot be measured."""
 
     graphs: DeviceGraphs | None
-    """Tells of captures of CUDA graphs; None: it has none."""
+    """Knows about captures of CUDA graphs; None: the device has none."""
 
     def new_stream(self, name: str) -> Stream:
-        """Make a copy stream: a queue whose work runs in the order it was issued, beside the compute stream."""
+        """Make a copy stream: a queue whose work runs in the order of issue, concurrently with the compute stream."""
 
     def current_stream(self) -> Stream:
-        """Return the compute stream that the caller's work is queued on now."""
+        """Return the compute stream on which the caller's work is queued now."""
 
     def record_event(self, stream: Stream) -> Event:
         """Return an event that completes when all work issued to `stream` so far has completed."""
@@ -160,7 +160,7 @@ class Device(Protocol):
         """
 
     def is_copy_thread(self) -> bool:
-        """Return True in a thread that copies, where waiting for a copy might deadlock."""
+        """Return whether this is a thread that copies, in which waiting for a copy might deadlock."""
 
     def is_complete(self, event: Event) -> bool:
         """Return whether `event` has completed without error; never blocks, never raises.
@@ -187,13 +187,13 @@ class Device(Protocol):
         Blocks the host until both moments have come.
 
         Raises:
-            CopyError: if the device can no longer tell.
+            CopyError: if the device has failed.
         """
 
     def allocate(self, nbytes: int, stream: Stream, spec: TensorSpec | None = None) -> torch.Tensor:
         """Allocate a device tensor from the memory pool of the compute stream `stream`, uninitialized.
 
-        It is 1-D uint8, or of a spec that covers `nbytes` bytes from the first on, if the caller needs that tensor.
+        The tensor is 1-D uint8, or of `spec`, which must cover exactly these `nbytes` bytes.
 
         Work already issued to `stream` may still be using these bytes: a copy into them waits for an event that is
         recorded on `stream` after this call.
@@ -202,14 +202,14 @@ class Device(Protocol):
     def empty(self, storage: torch.UntypedStorage) -> None:
         """Release the bytes of `storage` to the pool they came from, although tensors still hold it.
 
-        To read such a tensor before `restore` crashes the process.
+        A read of such a tensor before `restore` crashes the process.
         """
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
-        """Allocate bytes for a storage that `empty` left without any, for every tensor that holds it."""
+        """Allocate bytes for a storage that was emptied, for every tensor that holds it."""
 
     def copy_out(self, stream: Stream, copies: list[tuple[torch.Tensor, HostRegion]]) -> Event:
-        """Issue the device-to-host copies of whole storages on `stream`, in no order among themselves.
+        """Issue the device-to-host copies of whole storages on `stream`, in any order.
 
         A tensor stands for its storage here, whatever its shape and dtype. The caller keeps it alive, and unchanged,
         until the returned event has completed.
@@ -219,21 +219,21 @@ class Device(Protocol):
             copies: source and target of each.
 
         Returns:
-            The event after the last byte, and after all that `stream` was given before.
+            The event after the last byte, and after all earlier work of `stream`.
 
         Raises:
             ValueError: if a target has another size than its source, or is not inside its slab; nothing is issued.
         """
 
     def copy_in(self, stream: Stream, copies: list[tuple[HostRegion, torch.Tensor]]) -> Event:
-        """Issue the host-to-device copies into whole storages on `stream`; otherwise as `copy_out`."""
+        """Issue the host-to-device copies into whole storages on `stream`; see `copy_out`."""
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.
 
-        Unlike `.cpu()` it does not queue behind copies of activations in flight. Larger tensors are read by `.cpu()`,
-        at once. The result may be pinned: if it is copied to a device without blocking, on a stream other than that of
-        the next read, keep a reference until the copy is over.
+        Unlike `.cpu()`, this does not queue behind copies of activations in flight. Larger tensors are read by
+        `.cpu()`, at once. The result may be pinned: if it is copied to a device without blocking, on a stream other
+        than that of the next read, keep a reference until the copy is over.
 
         Returns:
             A handle: `wait()` returns the tensor on the CPU; `tensor` is valid once the stream has reached the read.
@@ -242,7 +242,8 @@ class Device(Protocol):
     def free_host_bytes(self) -> int:
         """Return the bytes that this process may still take of the host tier.
 
-        Where a launcher has started several on this node: up to an equal share of what is free and what they have.
+        If a launcher has started several processes on this node, each has an equal share of the free bytes and of those
+        that the processes hold.
         """
 
     def new_slab(self, nbytes: int) -> HostSlab:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy stream made of one thread and a queue, and its events: the asynchronous half of the CPU device.
+"""Implements a copy stream as one thread and a queue, and its events: the asynchronous half of the CPU device.
 
 NOTE [Errors on a stream]
-1. A copy that fails stops nothing by itself: the worker notes the error and goes on to the next entry.
-2. From the failure to the next `record_event`, further copies of the stream are skipped; that event carries the error
-   and the stream is then as new. An error therefore reaches the events of the work it belongs to, and no later step.
-3. A stream that waits for a failed event takes the error over, as if one of its own copies had failed (rule 2).
-4. The host learns of it as a `CopyError` when it waits for such an event, with the original error as its cause.
+1. A copy that fails does not stop the worker: it notes the error and continues with the next entry.
+2. From the failure to the next `record_event`, further copies of the stream are skipped. That event carries the error
+   and clears it from the stream. So an error reaches the events of its own work, and no later step.
+3. A stream that waits for a failed event takes over the error, as if one of its own copies had failed (rule 2).
+4. When the host waits for such an event, a `CopyError` is raised, with the original error as its cause.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CopyableSlab(Protocol):
 
 
 class Failure(NamedTuple):
-    """What went wrong in a copy: a sentence for people, and the error as raised (without its frames)."""
+    """Failure of a copy: a readable sentence, and the error as raised (without its frames)."""
 
     message: str
     cause: Exception
@@ -47,31 +47,31 @@ class CopyEvent:
     __slots__ = ("_lock", "failure", "is_done")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # held until the event completes; waiting is taking it
+        self._lock = threading.Lock()  # held until the event completes; to wait is to acquire it
         self._lock.acquire()
         self.is_done = False
         self.failure: Failure | None = None
 
     def complete(self, failure: Failure | None = None) -> None:
-        """Called once, by the worker."""
+        """Complete the event. Called once, by the worker."""
         self.failure = failure
         self.is_done = True
         self._lock.release()
 
     def wait(self) -> None:
-        """Block until the event is complete; raises nothing for a failure."""
+        """Block until the event is complete; do not raise a failure."""
         if not self.is_done:
             with self._lock:
                 pass
 
     def raise_failure(self) -> None:
-        """Raise the `CopyError` of a failed event; nothing on any other."""
+        """Raise the `CopyError` of a failed event. No-op for any other."""
         if self.failure is not None:
             raise CopyError(self.failure.message) from self.failure.cause
 
 
 class CopyTimeMark:
-    """A moment in the work of a thread: told once, at most a moment after the work before it."""
+    """Notes when a thread has reached one point of its work."""
 
     __slots__ = ("_lock", "_seconds")
 
@@ -124,7 +124,7 @@ class ProcessGuard:
 
 
 class CopyThread(threading.Thread):
-    """Copies what a queue holds. It knows the queue only, so an engine that is dropped without close() can go."""
+    """Works through a queue of copies. It refers only to the queue, so an engine dropped without close() is freed."""
 
     def __init__(self, name: str, queue: SimpleQueue[tuple[Any, ...] | None]) -> None:
         self.has_begun = threading.Event()
@@ -132,7 +132,7 @@ class CopyThread(threading.Thread):
 
     @staticmethod
     def is_current() -> bool:
-        """Return True in such a thread, of any device."""
+        """Return whether this is such a thread, of any device."""
         return isinstance(threading.current_thread(), CopyThread)
 
 
@@ -152,7 +152,7 @@ class CopyStream:
 
     def record(self) -> CopyEvent:
         event = CopyEvent()
-        if self._thread is None:  # nothing was ever queued: complete, even where no thread can be started
+        if self._thread is None:  # nothing was ever queued, so the event is complete without starting a thread
             self._guard.claim()
             event.complete()
         else:
@@ -179,7 +179,7 @@ class CopyStream:
         if thread is not None and not self._guard.is_foreign:
             self._queue.put(None)
             thread.join()
-        self._thread, self._pid = None, 0  # last: after an interrupt the next call continues
+        self._thread, self._pid = None, 0  # last, so that after an interrupt the next call continues
 
     def _put(self, entry: tuple[Any, ...]) -> None:
         if self._pid != os.getpid():
@@ -194,7 +194,7 @@ class CopyStream:
                 try:
                     self._thread.start()
                 except BaseException as error:
-                    # Interrupted, it may run all the same, and then it begins at once. Two would copy in no order.
+                    # After an interrupt the thread may still run, and then it begins at once. Two would race.
                     if isinstance(error, Exception) or not self._thread.has_begun.wait(1.0):
                         self._thread = None
                     raise
@@ -229,7 +229,7 @@ def _write(failure: Failure | None, source: torch.Tensor, slab: CopyableSlab, of
     try:
         storage = source.untyped_storage()
         slab.write(storage.data_ptr(), offset, storage.nbytes())
-    except Exception as error:  # whatever it is belongs to the thread that waits, not to this one
+    except Exception as error:  # any error is raised in the thread that waits, not in this one
         return _failure(f"copy-out of {source.untyped_storage().nbytes():,} bytes to {slab} failed", error)
     return None
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU device: real, asynchronous copies between memory and a host tier, without a GPU.
+"""Implements the CPU device: real, asynchronous copies between memory and a host tier, without a GPU.
 
-Each copy stream is a thread (`copy_worker.py`, which also says how errors travel). The compute stream is the thread
-that calls: its work is complete when the call returns, so an event recorded on it is complete, and a wait on it blocks.
+Each copy stream is a thread (`copy_worker.py`, which also says how errors propagate). The compute stream is the calling
+thread: its work is complete when a call returns, so an event recorded on it is complete, and a wait on it blocks.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from offload_engine._devices.node_share import num_processes_of_node, share_left
 from offload_engine._devices.regions import check_copy, check_slab_size, new_buffer, whole
 
 COMPUTE = "compute"
-"""The one compute stream: whatever thread calls."""
+"""The one compute stream, which is the calling thread."""
 
 
 class CpuDevice:
     """Owns the copy threads and the host tier of one engine on the CPU.
 
-    Threads start with the first copy and files are opened with the first slab, so a device that has not been used
-    survives a fork; one that has been used belongs to its process, and says so in any other.
+    Threads start with the first copy and files are opened with the first slab, so an unused device survives a fork. A
+    used one belongs to its process, and raises in any other.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
@@ -159,7 +159,7 @@ class CpuDevice:
     def free_host_bytes(self) -> int:
         if self.directory is None:
             return share_of_memory()
-        held = sum(slab.nbytes for slab in self._slabs)  # what others have there is not known
+        held = sum(slab.nbytes for slab in self._slabs)  # bytes of other processes are not known
         return share_left(free_bytes(self.directory), held, held, num_processes_of_node())
 
     def new_slab(self, nbytes: int) -> HostSlab:
@@ -171,7 +171,7 @@ class CpuDevice:
 
     def close(self) -> None:
         alive = self._close.peek()
-        if alive is not None:  # not `self._close()`, which runs once: after an interrupt the next call continues
+        if alive is not None:  # not `self._close()`, which runs only once: after an interrupt the next call continues
             shut_down, arguments = alive[1:3]
             shut_down(*arguments)
             self._close.detach()
@@ -187,7 +187,7 @@ def resolve_directory(directory: str | os.PathLike[str] | None) -> str | None:
 
 def _shut_down(guard: ProcessGuard, streams: list[CopyStream], slabs: weakref.WeakSet[FileSlab | MemorySlab]) -> None:
     guard.is_closed = True
-    if CopyThread.is_current():  # where the garbage collector has found the device: that thread cannot await its end
+    if CopyThread.is_current():  # the garbage collector may run here, and the thread cannot join itself
         threading.Thread(target=_finish, args=(streams, slabs), name="offload-close").start()
     else:
         _finish(streams, slabs)

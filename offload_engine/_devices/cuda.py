@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA device: copies on side streams between device memory and pinned host memory.
+"""Implements the CUDA device: copies on side streams between device memory and pinned host memory.
 
 It never calls `record_stream`, which would return blocks to the allocator at an uncontrolled time and make the process
 grow. Instead the caller keeps each tensor until the event of its copy has completed, and buffers for copy-in come from
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaGraphs:
-    """Captures of CUDA graphs on the device of a runtime; implements `DeviceGraphs`."""
+    """Implements `DeviceGraphs`, for captures of CUDA graphs on the device of a runtime."""
 
     def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
         self.is_capturing = torch_private.cuda_is_capturing
@@ -49,8 +49,8 @@ class CudaDevice:
         """Bind to a GPU.
 
         Args:
-            torch_device: the GPU whose tensors are moved; None is the current one.
-            directory: must be None; a host tier in a file is for the CPU device.
+            torch_device: the GPU whose tensors are moved; None: the current one.
+            directory: must be None; only the CPU device has a host tier in a file.
 
         Raises:
             ValueError: if a directory is given, or `torch_device` is not a CUDA device.
@@ -68,12 +68,12 @@ class CudaDevice:
         self.memory: MemoryGauge | None = CudaMemory(self.torch_device)
         self._index: int = self.torch_device.index
         self._runtime = CudaRuntime(self.torch_device)
-        # Each group makes many of these calls: nothing stands between the engine and the runtime.
+        # Bound directly to the runtime, because each group makes many of these calls.
         self.current_stream = partial(torch_private.cuda_current_stream, self._index)
         self.record_event, self.wait_event = self._runtime.record, self._runtime.wait
         self.wait_stream = self._runtime.wait_stream
         self.is_complete = self._runtime.is_complete
-        self.is_copy_thread = bool  # False without a frame of Python: no thread copies, and each freed storage asks
+        self.is_copy_thread = bool  # returns False without a Python frame; called for each freed storage
         self.graphs: DeviceGraphs | None = CudaGraphs(self._runtime, self.torch_device)
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
         self.allocate = self._runtime.allocate
@@ -127,7 +127,7 @@ class CudaDevice:
 
     def close(self) -> None:
         alive = self._close.peek()
-        if alive is not None:  # not `self._close()`, which runs once: after an interrupt the next call continues
+        if alive is not None:  # not `self._close()`, which runs only once: after an interrupt the next call continues
             shut_down, arguments = alive[1:3]
             shut_down(*arguments)
             self._close.detach()
@@ -137,7 +137,7 @@ def _with_index(device: torch.device | str | int | None) -> torch.device:
     found = torch.device("cuda") if device is None else torch.device(device)
     if found.type != "cuda":
         raise ValueError(f"torch_device must be a CUDA device, got {found}")
-    # The devices of tensors always have an index; a device without one would equal none of them.
+    # Devices of tensors always have an index; a device without one would equal none of them.
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA runtime that torch has loaded, and the calls that each group makes of it."""
+"""Finds the CUDA runtime that torch has loaded, and declares the calls that each group makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 STREAM_ORDER: Final = 1  # cudaMemcpySrcAccessOrderStream
 OVERLAP_WITH_COMPUTE: Final = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by the copy engines, not the multiprocessors
-# In CUDA 12 the function of that name takes other arguments, and so it may again: a wrong guess is a wild write.
+# In CUDA 12 the function of that name has other parameters, which may change again: a wrong guess is a wild write.
 BATCH_VERSIONS: Final = range(13000, 14000)
 
 HANDLE = ctypes.c_void_p
@@ -37,7 +37,7 @@ RECORD, WAIT, COPY = 0, 1, 2  # the codes of the calls of a routine
 
 
 class Routine(Protocol):
-    """Calls in a row, made by `Calls.routine`."""
+    """A sequence of calls, made by `Calls.routine`."""
 
     def run(self, compute: int, /) -> int:
         """Make the calls, with `compute` for a stream of 0, up to the first that fails; return CUDA's error code."""
@@ -66,11 +66,11 @@ class Calls(Protocol):
         """
 
     def routine(self, numbers: list[int], /) -> Routine:
-        """Return calls that are made at once, in a row.
+        """Return a sequence of calls that are made at once.
 
-        Each is a code and numbers: RECORD or WAIT, the stream, for which 0 is the one that `Routine.run` gets, and the
-        event; or COPY, the stream, the event behind the copies, the kind, the count, all targets, sources and sizes.
-        The copies are a batch where the runtime has that, also a single one, which takes the host less time so.
+        Each is a code and its numbers: RECORD or WAIT, the stream (0: the argument of `Routine.run`) and the event; or
+        COPY, the stream, the event after the copies, their kind and count, all targets, all sources and all sizes.
+        The copies are a batch if the runtime has that, also a single one, which takes the host less time so.
         """
 
     def last_error(self) -> int:
@@ -78,7 +78,7 @@ class Calls(Protocol):
 
 
 class CtypesRoutine:
-    """`Routine` through ctypes."""
+    """Implements `Routine` through ctypes."""
 
     def __init__(self, calls: Sequence[Callable[[int], int]]) -> None:
         self._calls = calls
@@ -92,7 +92,7 @@ class CtypesRoutine:
 
 
 class CtypesCalls:
-    """`Calls` through ctypes, for a package that is not compiled: each takes a microsecond more."""
+    """Implements `Calls` through ctypes, for a package that is not compiled: each takes a microsecond more."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -120,7 +120,7 @@ class CtypesCalls:
         return CtypesRoutine(calls)
 
     def _first_of(self, numbers: list[int]) -> tuple[Callable[[int], int], list[int]]:
-        """Return the first call of a routine, and the numbers of the others."""
+        """Return the first call of a routine, and the numbers of the remaining calls."""
         code, stream, event, *rest = numbers
         if code == RECORD:
             return (lambda compute: self.record(event, stream or compute)), rest
@@ -141,7 +141,7 @@ class CtypesCalls:
         sizes: list[int],
         least_batch: int,
     ) -> Callable[[], int]:
-        """Return what issues copies, and records `event` after them."""
+        """Return a function that issues copies and records `event` after them."""
         if len(sizes) >= least_batch and stream and self._has_batch:
             copy = partial(self._library.cudaMemcpyBatchAsync, *_batch(stream, targets, sources, sizes))
         else:
@@ -164,14 +164,14 @@ def _batch(stream: int, targets: list[int], sources: list[int], sizes: list[int]
         (ctypes.c_size_t * count)(*sizes),
         ctypes.c_size_t(count),
         (ctypes.c_int * 6)(STREAM_ORDER, 0, 0, 0, 0, OVERLAP_WITH_COMPUTE),  # cudaMemcpyAttributes
-        ctypes.pointer(ctypes.c_size_t(0)),  # they are those of all copies from the first on
+        ctypes.pointer(ctypes.c_size_t(0)),  # the attributes apply to all copies from index 0 on
         ctypes.c_size_t(1),
         HANDLE(stream),
     )
 
 
 def make_calls(library: Any) -> Calls:
-    """Return the calls of the runtime in `library`: through our extension module, else through ctypes."""
+    """Return the calls of the runtime in `library`: through our extension module, otherwise through ctypes."""
     try:
         from offload_engine._devices._cuda_calls import Calls as NativeCalls
     except ImportError:  # installed as pure Python

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CudaMemory`: what this process holds on a GPU, as torch's allocator and the driver count it."""
+"""`CudaMemory`: measures what this process holds on a GPU, as torch's allocator and the driver count it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 class CudaMemory:
     """Measures one GPU; implements `MemoryGauge`.
 
-    What is outside of the allocator is the CUDA context, NCCL, cuBLAS and the like. The driver counts all processes on
-    a GPU together: one that shares its GPU counts what the others hold as its own.
+    Memory outside the allocator belongs to the CUDA context, NCCL, cuBLAS and the like. The driver counts all processes
+    on a GPU together: a process that shares its GPU counts the memory of the others as its own.
 
     Args:
-        device: with an index.
+        device: a CUDA device with an index.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CudaRoutine`: calls of the CUDA runtime that are noted once, and made again and again by one call of C."""
+"""`CudaRoutine`: records calls of the CUDA runtime once, to make them again and again by one call of C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload_engine._devices.regions import HostRegion
 class CudaRoutine:
     """Implements `Routine` on the device of a runtime.
 
-    An event is one of CUDA's, recorded anew in each run: CUDA's wait is for the last record that was issued before it.
+    An event is one of CUDA's, recorded again in each run: a CUDA wait refers to the last record issued before it.
     """
 
     def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
@@ -33,13 +33,13 @@ class CudaRoutine:
         self._run: Any = None  # once it has run
 
     def record_event(self, stream: int) -> CudaEvent:
-        """As `Routine.record_event`."""
+        """See `Routine.record_event`."""
         event = self._new_event()
         self._numbers += (RECORD, stream, event.handle)
         return event
 
     def wait_event(self, stream: int, event: CudaEvent) -> None:
-        """As `Routine.wait_event`."""
+        """See `Routine.wait_event`."""
         self._events.append(event)
         self._numbers += (WAIT, stream, event.handle)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few CUDA runtime calls of the hot path, straight from the library that torch has loaded.
+"""Makes the CUDA runtime calls of the hot path, directly through the library that torch has loaded.
 
 torch's own stream and event objects cost 5 to 15 microseconds for each copy, record or wait in Python; a group makes
 about fifteen of them. Here a stream is its handle, and an event is a handle that is reused once unreferenced.
@@ -19,7 +19,7 @@ from offload_engine._devices.cuda_calls import HANDLE, declare, load_runtime, ma
 from offload_engine._devices.regions import HostRegion, TensorSpec, check_copy_within, new_buffer
 
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
-_NON_BLOCKING = 1  # cudaStreamNonBlocking: no order with the default stream but what is asked for
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the default stream, except by events
 _WITH_TIMING = 0  # cudaEventDefault: takes longer to record
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
@@ -32,7 +32,7 @@ _empty_strided: Final[Any] = torch_private.cuda_empty_strided
 
 
 class CudaEvent:
-    """A recorded event. Its handle goes back to be recorded again when the last reference goes."""
+    """A recorded event. Its handle is reused when the last reference is dropped."""
 
     __slots__ = ("handle", "is_done", "_idle")
 
@@ -46,17 +46,17 @@ class CudaEvent:
 
 
 class CudaRuntime:
-    """Calls on one device. A stream is the integer handle that `torch.cuda.Stream.cuda_stream` holds.
+    """Makes calls on one device. A stream is the integer handle that `torch.cuda.Stream.cuda_stream` holds.
 
     Args:
-        device: with an index.
+        device: a CUDA device with an index.
         library: the CUDA runtime; None: the one that torch has loaded.
 
     Attributes:
         calls: of the library.
 
     Raises:
-        CopyError: from every call that CUDA refuses, with its name for the reason.
+        CopyError: from every call that CUDA refuses; names CUDA's error.
     """
 
     def __init__(self, device: torch.device, library: ctypes.CDLL | None = None) -> None:
@@ -77,11 +77,11 @@ class CudaRuntime:
         self._elapsed = self._library.cudaEventElapsedTime  # thousands of calls for a recorded step
         self._records_graph = False
         self._idle: list[int] = []  # handles of events without a reference
-        self._idle_marks: list[int] = []  # of those that tell the time, made while a step is recorded
+        self._idle_marks: list[int] = []  # handles of events with timing, made while a step is recorded
         self._streams: list[int] = []
 
     def new_stream(self) -> int:
-        """Make a stream of its own: torch reuses a pool of 32, also for NCCL."""
+        """Make a separate stream: torch reuses a pool of 32, also for NCCL."""
         stream = self._create(self._library.cudaStreamCreateWithFlags, _NON_BLOCKING)
         self._streams.append(stream)
         return stream
@@ -100,27 +100,27 @@ class CudaRuntime:
                 self._library.cudaEventDestroy(idle.pop())
 
     def record_graph(self, is_recording: bool) -> None:
-        """As `DeviceGraphs.record`."""
+        """See `DeviceGraphs.record`."""
         self._records_graph = is_recording
 
     def record(self, stream: int) -> CudaEvent:
-        """As `Device.record_event`: a new event after all work issued to `stream` so far."""
+        """Record a new event after all work issued to `stream` so far; see `Device.record_event`."""
         event = self.unrecorded()
         self._record_on(stream, event)
         return event
 
     def mark_time(self, stream: int) -> CudaEvent:
-        """Mark the time on `stream`, as `Device.mark_time`, by an event that can tell it."""
+        """Mark the time on `stream` by an event with timing; see `Device.mark_time`."""
         idle = self._idle_marks
         mark = CudaEvent(idle.pop() if idle else self._new_event(_WITH_TIMING), idle)
         self._record_on(stream, mark)
         return mark
 
     def milliseconds_between(self, first: CudaEvent, last: CudaEvent) -> float:
-        """Return the time from one mark to another, as `Device.milliseconds_between`; exact to half a microsecond."""
+        """Return the time between marks, exact to half a microsecond; see `Device.milliseconds_between`."""
         if self.is_current:
             return self._between(first, last)
-        with torch.cuda.device(self._device):  # or the first call of a new thread makes a context on device 0
+        with torch.cuda.device(self._device):  # or the first call of a new thread would make a context on device 0
             return self._between(first, last)
 
     def _between(self, first: CudaEvent, last: CudaEvent) -> float:
@@ -154,12 +154,12 @@ class CudaRuntime:
         idle.append(event)  # free again as soon as the wait is issued; lost if CUDA refuses it
 
     def is_complete(self, event: CudaEvent) -> bool:
-        """As `Device.is_complete`: True if `event` has completed without error; never blocks, and never raises."""
+        """Return whether `event` has completed without error; see `Device.is_complete`."""
         if not event.is_done:
-            if self._records_graph:  # to ask would end the capture
+            if self._records_graph:  # a query would invalidate the capture
                 return False
             if self._query(event.handle) != 0:
-                self._last_error()  # else torch's next check takes the answer "no" for an error of its own
+                self._last_error()  # otherwise torch's next check would report "not ready" as its own error
                 return False
             event.is_done = True
         return True
@@ -194,13 +194,13 @@ class CudaRuntime:
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device))
 
     def synchronize(self, event: CudaEvent) -> None:
-        """Block the host until `event` has completed, and let other threads run meanwhile."""
+        """Block the host until `event` has completed, without blocking other threads."""
         if self._records_graph:
             return
         self.check(self._library.cudaEventSynchronize(event.handle))
 
     def device_address(self, address: int) -> int | None:
-        """Return where kernels find pinned host memory; None if CUDA has not mapped it for this device."""
+        """Return the device address of pinned host memory; None if CUDA has not mapped it for this device."""
         found = HANDLE()
         with torch.cuda.device(self._device):
             code = self._library.cudaHostGetDevicePointer(ctypes.byref(found), address, 0)
@@ -209,16 +209,16 @@ class CudaRuntime:
         return found.value if code == 0 else None
 
     def copy_out(self, stream: int, copies: list[tuple[torch.Tensor, HostRegion]]) -> CudaEvent:
-        """Issue copies as `Device.copy_out`; the targets are in slabs of pinned memory."""
+        """Issue copies into slabs of pinned memory; see `Device.copy_out`."""
         return self._copy(DEVICE_TO_HOST, addresses_out(copies), stream)
 
     def copy_in(self, stream: int, copies: list[tuple[HostRegion, torch.Tensor]]) -> CudaEvent:
-        """Issue copies as `Device.copy_in`; the sources are in slabs of pinned memory."""
+        """Issue copies from slabs of pinned memory; see `Device.copy_in`."""
         return self._copy(HOST_TO_DEVICE, addresses_in(copies), stream)
 
     def _copy(self, kind: int, addresses: list[int], stream: int) -> CudaEvent:
         event = self.unrecorded()
-        if self._records_graph:  # CUDA refuses several copies in one call, and records the event without a node
+        if self._records_graph:  # in a capture CUDA refuses batched copies, and records an event without a node
             for i in range(0, len(addresses), 3):
                 self.check(self._copy_all(stream, event.handle, kind, addresses[i : i + 3]))
         else:
@@ -226,7 +226,7 @@ class CudaRuntime:
         return event
 
     def unrecorded(self) -> CudaEvent:
-        """Return an event that stands for nothing yet."""
+        """Return an event that has not been recorded yet."""
         return CudaEvent(self._idle.pop() if self._idle else self._new_event(_DISABLE_TIMING), self._idle)
 
     def _record_on(self, stream: int, event: CudaEvent) -> None:
@@ -238,7 +238,7 @@ class CudaRuntime:
 
     @property
     def is_current(self) -> bool:
-        """Return whether the default stream, which has the handle 0 on every device, is that of this one now."""
+        """Return whether this device is current, so that handle 0 means its own default stream."""
         return bool(_current_device() == self._index)
 
     def _new_event(self, flags: int) -> int:
@@ -253,7 +253,7 @@ class CudaRuntime:
         return handle.value
 
     def check(self, code: int) -> None:
-        """Raise the error of a code that a call has returned; no-op for 0."""
+        """Raise the error of a code that a call has returned. No-op for 0."""
         if code != 0:
             self._last_error()
             runtime = torch.cuda.cudart()
@@ -263,7 +263,7 @@ class CudaRuntime:
 def addresses_out(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[int]:
     """Return target, source and size in bytes of each copy, checked."""
     addresses: list[int] = []
-    slab: Any = None  # a `PinnedSlab`; asked once, because regions of one group nearly always share theirs
+    slab: Any = None  # a `PinnedSlab`; read once, because regions of one group nearly always share theirs
     first = slab_bytes = 0
     for source, target in copies:
         if target.slab is not slab:

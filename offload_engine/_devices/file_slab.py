@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host tier in a file: its bytes are in the page cache, which does not count as memory of the process."""
+"""Keeps the host tier in a file: its bytes are in the page cache, which does not count as memory of the process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MIN_FREE_BYTES = 1 << 20
 
 
 class FileSlab:
-    """Owns one unlinked file of `nbytes`: its space is returned to the file system on `close`, or after a crash."""
+    """Owns one unlinked file of `nbytes`; its space goes back to the file system on `close`, or after a crash."""
 
     def __init__(self, directory: str, nbytes: int) -> None:
         """Reserve the file's space.
 
         Raises:
-            MemoryError: if the file system has no room for `nbytes`, or gives no more files.
+            MemoryError: if the file system has no room for `nbytes`, or no more files can be opened.
         """
         self.nbytes = nbytes
         self.directory = directory
@@ -52,7 +52,7 @@ class FileSlab:
             done += count
 
     def close(self) -> None:
-        self._fd = -1  # a late copy fails with EBADF instead of reaching a file that took over the number
+        self._fd = -1  # a late copy fails with EBADF instead of writing to a file with the same number
         self._close_fd()
 
 
@@ -61,9 +61,9 @@ def check_directory(path: str, need_bytes: int = MIN_FREE_BYTES) -> None:
 
     Raises:
         FileNotFoundError: if it does not exist.
-        NotADirectoryError: if it is something else than a directory.
-        PermissionError: if no file may be made in it.
-        OSError: if none can be made for another reason.
+        NotADirectoryError: if it is not a directory.
+        PermissionError: if it is not writable.
+        OSError: if no file can be made in it for another reason.
         ValueError: if its file system has less than `need_bytes` free.
     """
     if not os.path.exists(path):
@@ -98,7 +98,7 @@ def _open_unlinked(directory: str) -> int:
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            # Errors of file systems and kernels without O_TMPFILE.
+            # File systems and kernels without O_TMPFILE raise these.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
     fd, path = tempfile.mkstemp(prefix="offload-", dir=directory)

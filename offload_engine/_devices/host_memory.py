@@ -25,13 +25,13 @@ class _Group(NamedTuple):
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that can still be taken: the minimum of `MemAvailable` and each control group's rest.
+    """Return the bytes of memory still available: the least of `MemAvailable` and what each control group has left.
 
     Some virtual machines grow on demand (ballooning). If a control group allows more than the machine's total memory,
     we assume such a VM and use only the limits of the control groups.
 
     Args:
-        root: directory of `/proc` and `/sys`; another one only in tests.
+        root: directory of `/proc` and `/sys`; differs only in tests.
     """
     groups = list(_control_groups(root))
     free = [group.free for group in groups]
@@ -66,13 +66,13 @@ def _machine_available(root: Path) -> int:
 
 
 def _of_another_system() -> int:
-    """Without `/proc`. Some, as macOS, tell only how much memory there is in all: then half of it."""
+    """Return the available memory without `/proc`; half of the total where only that is known, as on macOS."""
     for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
-        with suppress(ValueError, OSError):  # no such name here, or no answer
+        with suppress(ValueError, OSError):  # the name is unknown here, or has no value
             pages = os.sysconf(name)
             if pages > 0:
                 return pages * os.sysconf("SC_PAGE_SIZE") // share
-    return _NO_LIMIT_BYTES  # what is not there is refused when it is taken
+    return _NO_LIMIT_BYTES  # an allocation that is too large fails
 
 
 def _control_groups(root: Path) -> Iterator[_Group]:
@@ -100,7 +100,7 @@ def _groups_upwards(mount: Path, path: str, limit_file: str, usage_file: str) ->
 
 
 def _reclaimable(stat_file: Path) -> int:
-    """Return the page cache that the kernel reclaims first: it counts as used, but is as good as free."""
+    """Return the page cache that the kernel reclaims first: it counts as used, but is effectively free."""
     fields = _key_values(stat_file)
     return fields.get("total_inactive_file", fields.get("inactive_file", 0))
 

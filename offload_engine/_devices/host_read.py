@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small reads of device tensors by the host, past the copy engine.
+"""Reads small device tensors on the host, bypassing the copy engine.
 
 The copy engine serves all streams first in, first out: behind half a gigabyte of copy-out, `.item()` of one number
 takes 9 ms, and neither stream priorities nor smaller pieces help. A kernel that stores into mapped pinned memory does
@@ -43,9 +43,9 @@ class MappedRead:
         """Block the host until the kernel has run.
 
         Raises:
-            CopyError: if it failed, or one before it.
+            CopyError: if it failed, or earlier work did.
         """
-        # To sleep would take longer than the read. And compiled, the loop would keep all other threads from running.
+        # A sleep would take longer than the read. Compiled, this loop would keep all other threads from running.
         event, poll = self._event, self._runtime.poll
         while not poll(event):
             pass
@@ -53,20 +53,20 @@ class MappedRead:
 
 
 class _Slot:
-    """One part of the slab, with what is kept from its reads for those to come: a training loop reads a few shapes."""
+    """One part of the slab, with targets that are cached because a training loop reads few shapes."""
 
     __slots__ = ("address", "offset", "slab", "written", "targets")
 
     def __init__(self, slab: PinnedSlab, offset: int) -> None:
         self.address = slab.address + offset
         self.offset = offset
-        self.slab = slab  # it lives as long as any tensor over it, also without the reader
+        self.slab = slab  # must live as long as any tensor over it, even without the reader
         self.written: Event | None = None  # after the last kernel that stores into it
         self.targets: dict[tuple[int, torch.Size], torch.Tensor] = {}  # on the device, by element size and shape
 
 
 class _Lent(ctypes.c_byte * SLOT_BYTES):  # type: ignore[misc]
-    """The memory of a slot, for one read. The CPU tensor made from it holds it, whatever views of it there are."""
+    """The memory of a slot, lent to one read. Held by the CPU tensor made from it and by all its views."""
 
     __slots__ = ("slot", "free")
 
@@ -80,12 +80,12 @@ class _Lent(ctypes.c_byte * SLOT_BYTES):  # type: ignore[misc]
 class MappedReader:
     """Owns a slab of mapped pinned memory, cut into slots that are lent to reads.
 
-    Any thread may read, and drop results: the slots that are free change hands in single operations of a deque. A
-    dropped result may be written over by the next read. That is behind all work of its own stream, but a non-blocking
-    copy from a result to a device on another stream needs the result to be held until it is over.
+    Any thread may read, and drop results: free slots are exchanged by atomic operations of a deque. The next read may
+    overwrite a dropped result. It follows all work of its own stream, but if a result is copied to a device without
+    blocking, on another stream, hold it until the copy is over.
 
     Args:
-        device: whose tensors are read.
+        device: device of the tensors.
         runtime: CUDA calls on that device.
 
     Raises:
@@ -96,25 +96,25 @@ class MappedReader:
         slab = PinnedSlab(SLOT_BYTES * _NUM_SLOTS)
         self._runtime = runtime
         self._current_stream = partial(torch_private.cuda_current_stream, device.index)
-        self._mapped: dict[int, torch.Tensor] = {}  # by element size; empty: kernels cannot reach the slab
+        self._mapped: dict[int, torch.Tensor] = {}  # by element size; empty: kernels cannot access the slab
         address = runtime.device_address(slab.address)
         if address is None:
-            logger.warning("pinned memory is not mapped for %s: small reads stand behind large copies", device)
+            logger.warning("pinned memory is not mapped for %s: small reads queue behind large copies", device)
         else:
-            with torch.inference_mode(False):  # else, if the first read is in that mode, no later one could write
+            with torch.inference_mode(False):  # a first read in that mode would make targets read-only
                 mapped = _device_view(address, slab.nbytes, device)
                 self._mapped = {size: mapped.view(bits) for size, bits in _BITS.items()}
-        # The slot that came back last is lent first: what the last read touched is still in the caches of the CPU.
+        # The slot returned last is lent first, because its bytes are still in the CPU's caches.
         self._free = deque(_Slot(slab, offset) for offset in range(0, slab.nbytes, SLOT_BYTES))
 
     def read(self, tensor: torch.Tensor) -> HostRead:
-        """Start reading `tensor`, behind the work of the current stream; large or many reads go the plain way."""
+        """Start reading `tensor`, after the work of the current stream; large or many reads use `.cpu()`."""
         size, count = tensor.element_size(), tensor.numel()
         mapped = self._mapped.get(size)
         lent = self._lend() if mapped is not None and 0 < count * size <= SLOT_BYTES else None
         if mapped is None or lent is None:
             return PlainRead(tensor)
-        tensor = tensor.resolve_conj().resolve_neg()  # itself, where its bits are what it says
+        tensor = tensor.resolve_conj().resolve_neg()  # usually the tensor itself
         slot, shape = lent.slot, tensor.shape
         target = slot.targets.get((size, shape))
         if target is None:
@@ -122,12 +122,12 @@ class MappedReader:
         source = tensor if tensor.dtype is target.dtype else tensor.view(target.dtype)
         torch.bitwise_or(source, source, out=target)
         slot.written = event = self._runtime.record(self._current_stream())
-        # The rest is done while the kernel runs.
+        # The rest runs on the host while the kernel runs.
         result = torch.frombuffer(lent, dtype=tensor.dtype, count=count)
         return MappedRead(result if len(shape) == 1 else result.view(shape), event, self._runtime)
 
     def _lend(self) -> _Lent | None:
-        """The memory of a free slot that no kernel of an abandoned read still writes to; it is free after its death."""
+        """Lend the memory of a free slot, to which no kernel of a dropped read still writes, until it is dropped."""
         free = self._free
         for _ in range(len(free)):
             try:
@@ -135,7 +135,7 @@ class MappedReader:
             except IndexError:  # another thread was faster
                 return None
             if slot.written is None or self._runtime.is_complete(slot.written):
-                slot.written = None  # for its handle to be the next that is recorded
+                slot.written = None  # so that its handle is reused next
                 lent = _Lent.from_address(slot.address)
                 lent.slot, lent.free = slot, free
                 return lent
@@ -144,8 +144,8 @@ class MappedReader:
 
 
 def _add_target(slot: _Slot, mapped: torch.Tensor, size: int, shape: torch.Size) -> torch.Tensor:
-    """The contiguous tensor of `shape` at the beginning of `slot` as the device sees it, also for later reads."""
-    if len(slot.targets) == _MAX_TARGETS:  # the shapes are others in each step
+    """Make the contiguous tensor of `shape` at the start of `slot`, on the device, and cache it for later reads."""
+    if len(slot.targets) == _MAX_TARGETS:  # shapes change from step to step
         slot.targets.clear()
     target = slot.targets[size, shape] = mapped.as_strided(shape, _contiguous(shape), slot.offset // size)
     return target
@@ -160,12 +160,12 @@ def _contiguous(shape: torch.Size) -> list[int]:
 
 
 def _device_view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes that kernels find at `address` as a tensor on `device`, which does not keep them."""
+    """Return a tensor on `device` over the bytes at a device address, without owning them."""
     return torch.as_tensor(_CudaView(address, nbytes), device=device)
 
 
 class _CudaView:
-    """Host memory as CUDA sees it, mapped."""
+    """Exposes mapped host memory to CUDA."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host tier in plain memory, for machines without a disk and for comparison; it saves the process no memory."""
+"""Keeps the host tier in plain memory, for machines without a disk and for comparison; saves the process no memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a process may still take where the processes of its node are to get equal shares.
+"""Computes how much memory a process may still take if all processes of its node get equal shares.
 
-What they share is what is free and what they hold already. That sum stays the same whichever of them takes memory, so
-each computes the same share, whenever it started and however much the others have by then, and the shares never exceed
-what there is. Nothing is written anywhere for it: a process that has died is gone from the sum, and its memory is free.
+They share the free memory plus the memory that they hold. This sum does not change when one of them takes memory, so
+each computes the same share at any time, and the shares never exceed the memory of the node. No state is stored: the
+memory of a process that has died is free.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from offload_engine._devices.host_memory import available_host_bytes
 
-# Of torchrun, DeepSpeed, Open MPI and MPICH's hydra: how many processes they have started on this node.
+# Number of processes on this node, as set by torchrun, DeepSpeed, Open MPI and MPICH's hydra.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"  # of all nodes, such as "8(x2),4"
 
 
 def num_processes_of_node(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many processes the launcher has started on this node; 1 if none says so."""
+    """Return how many processes the launcher has started on this node; 1 if no variable says so."""
     for name in _LOCAL_SIZES:
         if environ.get(name, "").isdigit():
             return max(1, int(environ[name]))
@@ -30,25 +30,25 @@ def num_processes_of_node(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def share_left(free: int, held: int, held_by_all: int, num_processes: int) -> int:
-    """Return the bytes that one of `num_processes` may still take, of those that are free.
+    """Return how many of the free bytes one of `num_processes` may take.
 
     Args:
         free: bytes that any process may take.
-        held: what this process has of them already.
-        held_by_all: what all of the processes have, this one included.
-        num_processes: each of which gets the same.
+        held: bytes that this process holds.
+        held_by_all: bytes that all of the processes hold, this one included.
+        num_processes: number of processes with equal shares.
     """
     return max(0, min(free, (free + held_by_all) // num_processes - held))
 
 
 def share_of_memory(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
-    """Return the bytes of memory that this process may still take, by its share of what the node's processes have.
+    """Return the bytes of memory that this process may still take of its equal share of the node.
 
-    What a process has is all of its anonymous memory, not only its host tier. The others are those with the same
-    parent, the agent of a launcher; where they cannot be seen, the share is smaller, never larger.
+    All anonymous memory of a process counts, not only its host tier. The processes are those with the same parent, the
+    agent of a launcher; if they cannot be seen, the share is smaller, never larger.
 
     Args:
-        root: directory of `/proc` and `/sys`; another one only in tests.
+        root: directory of `/proc` and `/sys`; differs only in tests.
         environ: variables of the launcher.
     """
     free, num_processes = available_host_bytes(root), num_processes_of_node(environ)
@@ -59,7 +59,7 @@ def share_of_memory(root: Path = Path("/"), environ: Mapping[str, str] = os.envi
 
 
 def _siblings(root: Path) -> list[Path]:
-    """Return the folders of the processes with the same parent, this one left out."""
+    """Return the folders of the other processes with the same parent."""
     own, parent = _field(root / "proc/self", "Pid"), _field(root / "proc/self", "PPid")
     lists = (root / "proc" / str(parent) / "task").glob("*/children")  # each thread has its own
     children = {child for file in lists for child in _read(file).split()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned host memory, allocated by several threads, on the memory node nearest to the GPU.
+"""Allocates pinned host memory with several threads, on the memory node nearest to the GPU.
 
 `cudaHostAlloc` touches the pages one by one while it pins them (1.6 GB/s). Touching them first, with several threads,
 and registering them afterwards takes a fifth of the time, and does not round the size up.
@@ -53,7 +53,7 @@ class PinnedSlab:
         _touch(address, nbytes)
         _register(address, nbytes)
         self._unregister = weakref.finalize(self, _unregister, address, mapping, os.getpid())
-        self._unregister.atexit = False  # the device closes its slabs then, after its copies
+        self._unregister.atexit = False  # at exit the device closes its slabs, after its copies
 
     def __repr__(self) -> str:
         return f"PinnedSlab({self.nbytes:,} bytes)"
@@ -82,7 +82,7 @@ def numa_node_of(device: torch.device, root: Path = Path("/")) -> int | None:
 
     Args:
         device: a CUDA device with an index.
-        root: directory of `/sys`; another one only in tests.
+        root: directory of `/sys`; differs only in tests.
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
@@ -96,7 +96,7 @@ def numa_node_of(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def pci_folder(device: torch.device, root: Path) -> Path | None:
-    """Return where the kernel describes a GPU; None if torch, an older one, does not tell its address.
+    """Return the folder in which the kernel describes a GPU; None if an older torch does not report its address.
 
     Args:
         device: a CUDA device with an index.
@@ -117,7 +117,7 @@ def _map(nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(f"no address range of {nbytes:,} bytes for pinned host memory: {error}") from error
     _advise(mapping, "MADV_HUGEPAGE")  # fewer pages to touch and to register
-    # A fork, for a data loader say, would copy every pinned page into the child: exclude them.
+    # A fork, for instance for a data loader, would copy every pinned page into the child: exclude them.
     _advise(mapping, "MADV_DONTFORK")
     return mapping
 
@@ -170,14 +170,14 @@ def _register(address: int, nbytes: int) -> None:
         reason = runtime.cudaGetErrorString(runtime.cudaError(code))
         _forget_last_error()
         raise MemoryError(
-            f"CUDA does not pin {nbytes:,} bytes of host memory: {reason} ({code}). "
+            f"CUDA cannot pin {nbytes:,} bytes of host memory: {reason} ({code}). "
             "Lower host_limit_bytes, or raise the limit on locked memory."
         )
 
 
 def _forget_last_error() -> None:
     # CUDA keeps the error code, and the next kernel launch on this thread would report it. torch has no call that only
-    # clears it, but has loaded the runtime into the process's own namespace.
+    # clears it, but has loaded the runtime into the global namespace of the process.
     runtime = ctypes.CDLL(None)
     if hasattr(runtime, "cudaGetLastError"):
         runtime.cudaGetLastError()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw bytes: regions on the host, tensors over storages, and the checks that every device makes before a copy."""
+"""Handles raw bytes: regions on the host, tensors over storages, and the checks before every copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _address_of: Final[Any] = reads.address_of
 TensorSpec = tuple[Any, ...]
 """Storage offset, shape, strides and dtype of a tensor, all in elements: which bytes of its storage it has.
 
-A tuple of no fixed length, because each saved tensor has one, and the compiled core would copy one of a fixed length
+A tuple without a fixed length, because each saved tensor has one, and the compiled core would copy one of fixed length
 field by field.
 """
 
@@ -74,7 +74,8 @@ def whole(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a storage over bytes that something else owns: nothing is freed with it."""
+    """Return a storage over bytes that it does not own."""
+
     return torch_private.storage_at(address, device, nbytes)
 
 

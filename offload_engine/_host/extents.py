@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free ranges of host slabs: best fit, coalescing, and the events of copies that still read the bytes.
+"""Tracks free ranges of host slabs: best fit, coalescing, and the events of copies that still read the bytes.
 
 Pure Python: slabs are numbers and events are opaque, so the bookkeeping can be tested against a naive model.
 
@@ -8,7 +8,7 @@ extent. After coalescing, one set would make a copy-out wait for copies out of b
 with every merge.
 
 Ranges are merged as late as possible, as in the fast bins of dlmalloc: groups have the same sizes in every step, so
-nearly every range that is taken was returned whole, and gets by without a search.
+nearly every range that is taken was returned whole, and needs no search.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Event = Any
 
 
 class Guard:
-    """Bytes `start .. end` of a slab may be written only after all of `events`."""
+    """Forbids writes to bytes `start .. end` of a slab until all of `events` have completed."""
 
     __slots__ = ("start", "end", "events")
 
@@ -84,7 +84,7 @@ class FreeExtents:
     examine every extent that is large enough.
 
     Args:
-        is_complete: returns whether an event has completed; completed events are dropped.
+        is_complete: returns whether an event has completed; completed events are forgotten.
         unawaited: bytes that one of these copies reads are taken last.
     """
 
@@ -117,13 +117,14 @@ class FreeExtents:
         if returned and not (len(self._unawaited) and self._has_unawaited(returned[0].events)):
             oldest = returned[0]
             taken = Taken(oldest.slab, oldest.start, self._incomplete(oldest.events))
-            returned.popleft()  # not before the device has answered: what it raises leaves the range free
+            returned.popleft()  # last: if the device raises, the range stays free
+
             return taken
         self._merge()
         return self._take_merged(nbytes)
 
     def put(self, slab: int, start: int, nbytes: int, events: Sequence[Event] = ()) -> None:
-        """Return a range. Sooner or later it merges with the free neighbours on both sides inside the same slab."""
+        """Return a range, to be merged later with the free neighbours on both sides inside the same slab."""
         returned = self._returned.get(nbytes)
         if returned is None:
             returned = self._returned[nbytes] = deque()
@@ -131,18 +132,18 @@ class FreeExtents:
         self._next_order += 1
 
     def remove(self, extent: Extent) -> None:
-        """Take a whole extent out."""
+        """Remove a whole extent."""
         del self._by_size[bisect_left(self._by_size, (extent.nbytes, extent.order))]
         del self._by_start[extent.slab, extent.start]
         del self._by_end[extent.slab, extent.end]
 
     def pending_events(self, extent: Extent) -> tuple[Event, ...]:
-        """Return the events of the extent's bytes that have not completed; drop the completed ones."""
+        """Return the events of the extent's bytes that have not completed; forget the completed ones."""
         extent.guards = [guard for guard in extent.guards if not all(map(self._is_complete, guard.events))]
         return self._pending(extent.guards)
 
     def forget_events(self) -> None:
-        """Drop all events, after every copy has completed or failed."""
+        """Forget all events; call it when every copy has completed or failed."""
         for extent in self:
             extent.guards.clear()
 
@@ -154,7 +155,7 @@ class FreeExtents:
             index = self._first_awaited(index, nbytes)
         extent = self._by_size[index][2]
         below = _guards_below(extent.guards, extent.start + nbytes)
-        taken = Taken(extent.slab, extent.start, self._pending(below))  # the device is asked before anything changes
+        taken = Taken(extent.slab, extent.start, self._pending(below))  # first: if the device raises, nothing changes
         self._cut(index, nbytes, below)
         return taken
 

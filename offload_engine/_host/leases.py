@@ -9,14 +9,14 @@ from offload_engine._host.pool import HostLease, HostPool
 
 
 class GroupLease:
-    """One lease for all storages that a group copies out; it returns to the pool when the last part does."""
+    """One lease for all storages that a group copies out; returned to the pool with its last part."""
 
     __slots__ = ("num_parts", "events", "copied_in", "_lease", "_pool")
 
     def __init__(self, pool: HostPool, lease: HostLease, num_parts: int) -> None:
         self.num_parts = num_parts
         self.events: list[Event] = []  # last copy of each returned part
-        self.copied_in: Event | None = None  # last copy-in of a part not returned; completes after all earlier ones
+        self.copied_in: Event | None = None  # last copy-in of a part that is not returned; completes after earlier ones
         self._lease = lease
         self._pool = pool
 
@@ -25,7 +25,7 @@ class GroupLease:
         """Return the events of earlier users of these bytes; a copy-out waits for all of them before the first byte."""
         return self._lease.ready_after
 
-    def give_up_part(self, last_copy: Event | None, num_parts: int = 1) -> None:
+    def return_parts(self, last_copy: Event | None, num_parts: int = 1) -> None:
         """Return `num_parts` parts; they may be reused once `last_copy` has completed."""
         if last_copy is not None and last_copy not in self.events:
             self.events.append(last_copy)
@@ -33,7 +33,7 @@ class GroupLease:
         if self.num_parts == 0:
             if self.copied_in is not None and self.copied_in not in self.events:
                 self.events.append(self.copied_in)
-            self._pool.give_back(self._lease, self.events)
+            self._pool.return_lease(self._lease, self.events)
 
 
 def lend(pool: HostPool, sizes: list[int]) -> tuple[GroupLease, list[HostRegion]] | None:

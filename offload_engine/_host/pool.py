@@ -2,7 +2,7 @@
 """Host bytes lent to storages that are on host.
 
 The pool obtains large slabs from the device and lends ranges of them. A returned range may still be read by a copy-in,
-so it is returned with events, and the next lease of any of these bytes carries them: the copy-out into it waits for
+so it is returned with events. The next lease of any of these bytes carries them, and the copy-out into it waits for
 them (rule 2 of `_saved/transfers.py`).
 """
 
@@ -31,7 +31,7 @@ _PEAK_GROWTH_BETWEEN_CONSOLIDATIONS = 1.25
 
 
 class HostLease:
-    """Host bytes lent until `HostPool.give_back`.
+    """Host bytes lent until `HostPool.return_lease`.
 
     Attributes:
         region: exactly the requested bytes.
@@ -59,7 +59,7 @@ class HostLease:
 class HostPool:
     """Lends host bytes of a device, within a limit.
 
-    `give_back` may be called at any time, also by the garbage collector in the middle of another call of this pool
+    `return_lease` may be called at any time, also by the garbage collector in the middle of another call of this pool
     or from another thread: it only queues the lease, for the next call that needs to know.
 
     Args:
@@ -103,28 +103,28 @@ class HostPool:
     @property
     def lent_bytes(self) -> int:
         """Return the bytes that are lent now."""
-        self._settle()
+        self._drain()
         return self._lent_bytes
 
     @property
     def num_leases(self) -> int:
         """Return the number of leases that are not returned yet."""
-        self._settle()
+        self._drain()
         return self._num_leases
 
     @property
     def slab_bytes_total(self) -> int:
-        """Return the bytes of all slabs, lent or not."""
+        """Return the total bytes of the slabs, lent or not."""
         return self._slabs.nbytes
 
     def spare(self, nbytes: int) -> None:
-        """Leave `nbytes` of what is free to other code of the process, unless there is a limit."""
+        """Spare `nbytes` of the free host memory for other code of the process, unless there is a limit."""
         self._slabs.spared_bytes = nbytes
 
     @property
     def room_bytes(self) -> int:
-        """Return the most bytes that one lease could get now."""
-        self._settle()
+        """Return the size in bytes of the largest lease that is possible now."""
+        self._drain()
         with self._lock:
             largest = max((extent.nbytes for extent in self._slabs.free), default=0)
             return max(largest, self._slabs.room())
@@ -142,10 +142,10 @@ class HostPool:
         if nbytes <= 0:
             raise ValueError(f"a lease needs at least one byte, got {nbytes}")
         with self._lock:
-            self._take_returns()
+            self._drain_locked()
             return self._lend(nbytes)
 
-    def give_back(self, lease: HostLease, events: Sequence[Event] = ()) -> None:
+    def return_lease(self, lease: HostLease, events: Sequence[Event] = ()) -> None:
         """Return a lease; its bytes may be lent again at once, together with `events`.
 
         Raises:
@@ -159,61 +159,61 @@ class HostPool:
             return
         self._returns.append((lease, events))
 
-    def take_all_back(self) -> None:
-        """Take back all that is lent, and drop all returned events; call it when no copy is in flight.
+    def reset(self) -> None:
+        """Start new books, in which nothing is lent and no event is pending; call it when no copy is in flight.
 
         For recovery. The event of a failed copy never completes, and the next user of the bytes would raise an error
-        that is not its own. And an interrupt may have lost a lease, or left the lock taken, so this does not undo the
-        books: it makes new ones. A lease from before has no bytes any more, and its return has no effect.
+        that is not its own. An interrupt may also have lost a lease, or left the lock held, so the old books are not
+        corrected. A lease from before has no bytes any more, and its return has no effect.
         """
         self._age += 1
         self._lock = threading.RLock()
         self._returns = deque()
-        self._slabs.free_all()
+        self._slabs.reset()
         self._lent_bytes = self._num_leases = 0
 
     def freeze(self) -> None:
-        """Lend only what the pool has, from now on: while a CUDA graph is captured nothing can be pinned.
+        """Stop obtaining and closing slabs: no memory can be pinned while a CUDA graph is captured.
 
         Forgets the copies that read free bytes; call it when none is in flight, and nothing is lent.
         """
-        self._settle()
+        self._drain()
         with self._lock:
             self._consolidate()
             self._slabs.free.forget_events()
             self._is_frozen = True
 
     def thaw(self) -> None:
-        """Obtain and close slabs again where needed. Idempotent."""
+        """Resume obtaining and closing slabs. Idempotent."""
         self._is_frozen = False
 
     def hand_over(self) -> HostSlabs:
-        """Give away all slabs, of which nothing is lent, and begin without any."""
-        self._settle()
+        """Hand all slabs over to the caller, while nothing is lent, and continue without any."""
+        self._drain()
         with self._lock:
             slabs, self._slabs = self._slabs, self._slabs.successor()
         return slabs
 
     def books_beside(self) -> HostSlabs:
-        """Return books of others, without slabs, for what the limit leaves now; see `set_aside`."""
-        self._settle()
+        """Return separate books without slabs, limited to what this pool's limit leaves now; see `set_aside`."""
+        self._drain()
         with self._lock:
             self._slabs.close_idle()
             return self._slabs.successor()
 
     def set_aside(self, slabs: HostSlabs) -> None:
-        """Count what the books of `books_beside` have by now for this pool's limit."""
+        """Count the slabs of books from `books_beside` against this pool's limit."""
         with self._lock:
             self._slabs.aside_bytes += slabs.nbytes
 
     def take_over(self, slabs: HostSlabs) -> None:
-        """Take slabs back that were handed over or set aside; no copy may be in flight in them any more."""
+        """Take over slabs that were handed over or set aside; no copy may be in flight in them."""
         with self._lock:
-            self._slabs.adopt(slabs)
+            self._slabs.take_over(slabs)
 
     def reset_peak(self) -> None:
         """Restart `peak_lent_bytes` from the bytes lent now."""
-        self._settle()
+        self._drain()
         self._peak_ever = max(self._peak_ever, self.peak_lent_bytes)
         self.peak_lent_bytes = self._lent_bytes
 
@@ -223,7 +223,7 @@ class HostPool:
         Returns:
             Number of bytes returned to the system.
         """
-        self._settle()
+        self._drain()
         with self._lock:
             return self._slabs.close_idle()
 
@@ -231,28 +231,28 @@ class HostPool:
         """Wait for the copies that still read free bytes, then close every slab. Idempotent.
 
         Raises:
-            RuntimeError: if leases are out; no slab is closed then.
+            RuntimeError: if leases are not returned; no slab is closed then.
         """
-        self._settle()
+        self._drain()
         if self._num_leases:
             raise RuntimeError(
-                f"host pool closed with {self._num_leases} leases ({self._lent_bytes:,} bytes) out. "
+                f"host pool closed with {self._num_leases} leases ({self._lent_bytes:,} bytes) not returned. "
                 "Finish the iteration or call reset_iteration() first."
             )
         with self._lock:
             self._closed = True
             self._slabs.close_free()
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         with self._lock:
-            self._take_returns()
+            self._drain_locked()
 
-    def _take_returns(self) -> None:
+    def _drain_locked(self) -> None:
         while self._returns:
             lease, events = self._returns.popleft()
-            self._take_back(lease, events)
+            self._process_return(lease, events)
 
-    def _take_back(self, lease: HostLease, events: Sequence[Event]) -> None:
+    def _process_return(self, lease: HostLease, events: Sequence[Event]) -> None:
         self._slabs.free.put(lease._slab, lease.region.offset, lease._extent_bytes, events)
         self._lent_bytes -= lease.region.nbytes
         self._num_leases -= 1
@@ -280,22 +280,22 @@ class HostPool:
         slabs = self._slabs
         if not self._is_frozen:
             return slabs.grow(need, self._smallest_slab())
-        if slabs.room() < need:  # so it was in the steps before
+        if slabs.room() < need:  # as in the steps before
             return False
         raise OffloadError(
-            f"the step that is captured needs {need:,} bytes of host memory more than the {slabs.nbytes:,} that are "
-            "pinned, and in a capture none can be pinned. Run one more step like it before the capture."
+            f"the captured step needs {need:,} bytes of host memory more than the {slabs.nbytes:,} that are pinned, "
+            "and none can be pinned in a capture. Run one more step like it before the capture."
         )
 
     def _smallest_slab(self) -> int:
-        # After the first step, or once slabs were replaced, little is missing: no minimum size.
+        # No minimum size after the first step, or once slabs were replaced: little is missing then.
         return 0 if self._peak_ever or self._peak_at_consolidation else self._slab_bytes
 
     def _consolidate(self) -> None:
         """Replace slabs that waste too much by one large slab, while nothing is lent.
 
         A pool that grew storage by storage loses the end of each slab, up to half of it if storages are about as large
-        as slabs. One slab of the size of the peak has one end.
+        as slabs. One slab of the size of the peak loses one end.
         """
         peak = max(self._peak_ever, self.peak_lent_bytes)
         slabs = self._slabs

@@ -20,7 +20,7 @@ demand (ballooning) can be used fully."""
 
 
 class HostSlabs:
-    """Owns the slabs of a host pool, and knows which of their bytes are free. Its callers hold the pool's lock.
+    """Owns the slabs of a host pool and the list of their free bytes. Its callers hold the pool's lock.
 
     Args:
         device: where slabs come from.
@@ -31,8 +31,8 @@ class HostSlabs:
         by_index: the open slabs, by the index that extents have.
         free: the bytes that are not lent.
         nbytes: of all slabs.
-        spared_bytes: free bytes that are left to others, if there is no limit.
-        aside_bytes: what other objects have of this one's share.
+        spared_bytes: free host bytes that this object leaves alone, if there is no limit.
+        aside_bytes: slab bytes of other objects that count against this limit.
     """
 
     def __init__(self, device: Device, limit_bytes: int | None, unawaited: UnawaitedCopies) -> None:
@@ -52,14 +52,14 @@ class HostSlabs:
         return (nbytes + self._alignment - 1) & -self._alignment
 
     def room(self) -> int:
-        """Return how many more slab bytes the limit allows."""
+        """Return how many bytes of slabs the limit still allows."""
         limit, own = self._limit_bytes, self.nbytes + self.aside_bytes
         if limit is None:
             limit = int(DEFAULT_SHARE * (own + self._device.free_host_bytes() - self.spared_bytes))
         return max(0, limit - own) & -self._alignment
 
     def grow(self, need: int, smallest: int) -> bool:
-        """Add a slab with room for `need` bytes; return False if limit or host tier do not allow it.
+        """Add a slab with room for `need` bytes; return False if the limit or the host tier does not allow it.
 
         Args:
             need: rounded up.
@@ -69,7 +69,7 @@ class HostSlabs:
             return False
         wanted = self.round_up(max(need, smallest, self.nbytes // _GROWTH_DIVISOR))
         room = self.room()
-        if room < need:  # other processes have taken memory meanwhile
+        if room < need:  # other processes have taken memory in between
             return False
         wanted = min(wanted, room)
         if self._add(wanted) or (wanted > need and self._add(need)):
@@ -77,7 +77,7 @@ class HostSlabs:
         return bool(self.close_idle()) and self._add(need)  # the tier may be full of idle slabs
 
     def replace_by_one(self, nbytes: int) -> bool:
-        """Replace all slabs by one, within the limit; return False, without effect, if copies still read them."""
+        """Replace all slabs by one, within the limit; return False, without effect, while copies read them."""
         idle = self._idle()
         if len(idle) < len(self.by_index):
             return False
@@ -87,8 +87,8 @@ class HostSlabs:
             self._add(room)  # if that fails, the pool grows step by step again
         return True
 
-    def free_all(self) -> None:
-        """Make new books, in which all bytes are free and no copy reads them."""
+    def reset(self) -> None:
+        """Start new books, in which all bytes are free and no copy reads them."""
         free = FreeExtents(self._device.is_complete, self._unawaited)
         for index, slab in self.by_index.items():
             free.put(index, 0, slab.nbytes)
@@ -96,13 +96,13 @@ class HostSlabs:
         self.nbytes = sum(slab.nbytes for slab in self.by_index.values())
 
     def successor(self) -> HostSlabs:
-        """Return new books without slabs; what this object has counts for their limit."""
+        """Return new books without slabs; the slabs of this object count against their limit."""
         successor = HostSlabs(self._device, self._limit_bytes, self._unawaited)
         successor.spared_bytes, successor.aside_bytes = self.spared_bytes, self.nbytes + self.aside_bytes
         return successor
 
-    def adopt(self, predecessor: HostSlabs) -> None:
-        """Take the slabs of another object, which count for this limit; no copy reads them, and none of it is lent."""
+    def take_over(self, predecessor: HostSlabs) -> None:
+        """Take over the slabs of another object, already counted against this limit; none is lent or being copied."""
         self.aside_bytes -= predecessor.nbytes
         for slab in predecessor.by_index.values():
             self._put(slab)
@@ -112,13 +112,13 @@ class HostSlabs:
         return sum([self._close(extent) for extent in self._idle()])
 
     def close_free(self) -> None:
-        """Wait for the copies that still read free bytes, then close the slabs. No bytes are lent any more."""
+        """Wait for the copies that still read free bytes, then close the slabs. Nothing may be lent."""
         for extent in list(self.free):
             self._wait_for(extent)
             self._close(extent)
 
     def _make_room(self, need: int) -> bool:
-        """Close as few idle slabs as needed to add `need` bytes; each is too small, or it would have been lent."""
+        """Close as few idle slabs as needed to add `need` bytes; each is too small to be lent instead."""
         short = need - self.room()
         if short <= 0:
             return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`UnawaitedCopies`: copy-ins for which no compute stream waits yet."""
+"""`UnawaitedCopies`: copy-ins that no compute stream waits for yet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Event = Any
 
 
 class UnawaitedCopies:
-    """Events of copy-ins that run ahead of their use.
+    """Holds the events of copy-ins that run ahead of their use.
 
-    A copy-out into bytes that such a copy reads would have to wait for it, and the two could not overlap. So the pool
-    lends these bytes last.
+    A copy-out into bytes that such a copy reads has to wait for it, and the two cannot overlap. So the pool lends these
+    bytes last.
     """
 
     def __init__(self) -> None:
@@ -22,17 +22,17 @@ class UnawaitedCopies:
         """Record a copy-in that was just issued."""
         self._events[id(event)] = event
 
-    def discard(self, event: Event) -> None:
-        """Forget a copy-in that compute waits for, or that is no longer needed. Idempotent."""
+    def forget(self, event: Event) -> None:
+        """Forget a copy-in that compute now waits for, or that is no longer needed. Idempotent."""
         self._events.pop(id(event), None)
 
     def clear(self) -> None:
-        """Forget all, when no copy is in flight."""
+        """Forget all copy-ins; call it when none is in flight."""
         self._events = {}
 
     def __len__(self) -> int:
         return len(self._events)
 
     def has(self, event: Event) -> bool:
-        """Return whether compute does not wait for `event` yet."""
+        """Return whether no compute stream waits for `event` yet."""
         return id(event) in self._events

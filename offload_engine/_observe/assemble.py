@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a `StepRecord` of notes: marks become milliseconds, storages get the reason of their fate."""
+"""Assembles a `StepRecord` from notes: marks become milliseconds, and each storage gets the reason for its fate."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Origin(NamedTuple):
         return self.device.milliseconds_between(self.mark, mark)
 
     def host_ms(self, host_ns: int) -> float:
-        """Return a time of the host since the step began."""
+        """Convert a time of the host into milliseconds since the step began."""
         return (host_ns - self.host_ns) / 1e6
 
     def after(self, milliseconds: float) -> Origin:
-        """Return the origin of a device that came to its mark so much later than the host."""
+        """Return the origin if the device reached its mark this much later than the host."""
         lag_ns = round(milliseconds * 1e6)
         return self._replace(host_ns=self.host_ns + lag_ns, unix_ns=self.unix_ns + lag_ns)
 
@@ -66,10 +66,10 @@ class About(NamedTuple):
 
 
 def lag_ms(origin: Origin, stream: Stream, clock: Callable[[], int]) -> float:
-    """Return how much later than the host the device came to the origin, to some ten microseconds.
+    """Return how much later than the host the device reached the origin, to about ten microseconds.
 
-    It blocks until the work queued on `stream` is over, and tries some times: the host always hears too late of it, as
-    late as other threads keep Python busy.
+    Blocks until the work queued on `stream` is over, several times: the host learns of its end late, and later still
+    while other threads keep Python busy.
     """
     heard = []
     for _ in range(_NUM_TRIES):
@@ -144,7 +144,7 @@ def _waits(waits: Iterable[NotedWait], origin: Origin) -> tuple[WaitRecord, ...]
 
 
 def _stages(stages: Iterable[NotedStage], origin: Origin, duration_ms: float) -> tuple[StageRecord, ...]:
-    """Make stages of moments: each lasts until the next one of its group, the last until the step ends."""
+    """Make stages from moments: each lasts until the next one of its group, the last until the step ends."""
     begins: dict[GroupKey, list[tuple[str, float]]] = {}
     for stage in stages:
         of_group = begins.setdefault(stage.group, [])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded steps as a Chrome trace, for Perfetto, on the time base of `torch.profiler`; the records come along.
+"""Writes recorded steps as a Chrome trace, for Perfetto, on the time base of `torch.profiler`, with the records inside.
 
 A trace of `torch.profiler` counts microseconds from a moment that it gives as nanoseconds since 1970
-(`baseTimeNanoseconds`, the last multiple of about three months). So does this one: they merge without a guess.
+(`baseTimeNanoseconds`, the last multiple of about three months). So does this one, so they merge exactly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ File = str | os.PathLike[str]
 
 
 def write_trace(records: StepRecord | Sequence[StepRecord], file: File, pace: Pace = at_once) -> Path:
-    """Write the steps of any number of ranks; compressed where the name ends in `.gz`. Returns the path."""
+    """Write the steps of any number of ranks, compressed if the name ends in `.gz`. Returns the path."""
     records = [records] if isinstance(records, StepRecord) else list(records)
     base_ns = _base_of(min((record.begin_unix_ns for record in records), default=0))
     events = [event for record in records for event in trace_events(record, base_ns, pace)]
@@ -45,7 +45,7 @@ def read_records(file: File) -> list[StepRecord]:
     """Read the records from a file of `write_trace` or `merge`.
 
     Raises:
-        ValueError: if there is no recorded step in the file, or it is of another version; names the file.
+        ValueError: if the file has no recorded step, or one of another version; names the file.
     """
     found = _read(file).get(RECORDS)
     if not found:
@@ -60,9 +60,9 @@ def read_records(file: File) -> list[StepRecord]:
 
 
 def merge(files: Sequence[File], file: File) -> Path:
-    """Write one trace of several: recorded steps, and traces of `torch.profiler` from the same time.
+    """Merge several traces into one: recorded steps, and traces of `torch.profiler` from the same time.
 
-    Returns the path of the merged trace. Its time begins where that of the last of `files` does.
+    Returns the path of the merged trace. Its time base is that of the last of `files`.
 
     Raises:
         ValueError: if one of `files` is not a trace, or does not say when its time begins; names the file.
@@ -124,7 +124,7 @@ def _stages(
 
 
 def _lanes(record: StepRecord) -> dict[str, int]:
-    """Assign each group to the first track on which no other group lives at the same time."""
+    """Assign each group to the first track that no other group uses at the same time."""
     lives: dict[str, tuple[float, float]] = {}
     for stage in record.stages:
         begin, end = lives.get(stage.group, (stage.begin_ms, stage.end_ms))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of recorded steps for tables: by stage and module, folded over the layers and ranks that are alike."""
+"""Sums up recorded steps for tables: by stage and module, folded over layers and ranks that are alike."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModuleSums:
 
     @property
     def fates(self) -> Fates:
-        """Return what became of the bytes, without amounts: these differ between layers of experts."""
+        """Return the fates of the bytes, without amounts, which differ between layers of experts."""
         whats = (self.num_groups > 0, self.moved_bytes > 0, self.kept_bytes > 0, self.small_bytes > 0)
         return whats, frozenset(self.stayed_bytes)
 
@@ -73,7 +73,7 @@ class ModuleSums:
 
 @dataclass
 class ModuleRow:
-    """Sums of all layers and ranks that are alike; without groups, of all stages as well."""
+    """Sums over all layers and ranks that are alike; without groups, over all stages as well."""
 
     ranks: set[int]
     stages: set[int]
@@ -133,9 +133,9 @@ def sums_of(record: StepRecord) -> RankSums:
 
 
 def fold(rows: Iterable[ModuleRow]) -> list[ModuleRow]:
-    """Add up the rows of one module whose fates are alike; leaves those given as they are.
+    """Add up the rows of each module whose fates are alike, without changing the given rows.
 
-    Rows with groups come first, stage by stage; the others are of all stages.
+    Rows with groups come first, stage by stage; the others cover all stages.
     """
     folded: dict[tuple[frozenset[int], str, Fates], ModuleRow] = {}
     for row in rows:
@@ -158,7 +158,7 @@ def _sums_by_place(record: StepRecord) -> dict[Place, ModuleSums]:
         found[places[group.group]].num_groups += 1
     counted: set[int] = set()
     for saved in record.saved:
-        if saved.reason is Reason.WEIGHT:  # takes no memory for having been saved
+        if saved.reason is Reason.WEIGHT:  # saving it takes no memory
             continue
         if saved.storage < 0 or saved.storage not in counted:
             counted.add(saved.storage)
@@ -170,7 +170,7 @@ def _sums_by_place(record: StepRecord) -> dict[Place, ModuleSums]:
 
 
 def group_places(record: StepRecord) -> dict[str, Place]:
-    """Return where each group of a record is."""
+    """Return the place of each group of a record."""
     places = {}
     for group in record.groups:
         name, number = _without_numbers(group.name)
@@ -189,13 +189,13 @@ def place_of(record: StepRecord, saved: SavedRecord, places: dict[str, Place]) -
 
 
 def _module_of(saved: SavedRecord) -> tuple[str, int]:
-    """Return the path of the module that saved a tensor, with `*` for its numbers, and the first of them, else -1."""
+    """Return the path of the module that saved a tensor, with `*` for numbers, and the first number, or -1."""
     module, number = _without_numbers(_WRAPPER.sub("", saved.module))
     return module or ("(model)" if saved.module else ""), number
 
 
 def _without_numbers(path: str) -> tuple[str, int]:
-    """Return a path with `*` for its numbers, and the first of them, else -1: `layers.*` and 3 for `layers.3`."""
+    """Return a path with `*` for numbers, and the first number, or -1: `layers.*` and 3 for `layers.3`."""
     number = _NUMBER.search(path)
     return _NUMBER.sub("*", path), int(number.group()) if number else -1
 
@@ -211,7 +211,7 @@ def link_use(record: StepRecord) -> tuple[LinkUse, LinkUse]:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Return `0-2, 5` for 0, 1, 2 and 5; negative ones are left out."""
+    """Return `0-2, 5` for 0, 1, 2 and 5; omit negative numbers."""
     runs: list[list[int]] = []
     for number in sorted({n for n in numbers if n >= 0}):
         if runs and runs[-1][1] == number - 1:
@@ -239,11 +239,11 @@ class WhyRow(NamedTuple):
 
 
 def why_rows(records: Sequence[StepRecord], pattern: str = "") -> list[WhyRow]:
-    """Fold the saved tensors that match, the most bytes first.
+    """Fold the saved tensors that match, ordered by bytes, largest first.
 
     Args:
         records: of any number of ranks.
-        pattern: a regular expression, looked for in the module, the group, the shape, the dtype and the reason.
+        pattern: a regular expression, searched in the module, the group, the shape, the dtype and the reason.
     """
     asked = re.compile(pattern, re.IGNORECASE)
     found: dict[tuple[Any, ...], list[tuple[int, int, int]]] = defaultdict(list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Goals`: warns, once, of a step that runs but does not do what offload is for."""
+"""`Goals`: warns, once, about steps that run but gain nothing from offload."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _MANY_LATE: Final = 0.25
 """Share of the groups that moved, above which late storages are worth a warning."""
 _LATE_IN_A_ROW: Final = 3
 _ALL: Final = 0.98
-"""Share of the saved bytes that on the device at once is all of them."""
+"""Share of the saved bytes above which all of them count as on the device at once."""
 _FIRST_STEPS: Final = 2
-"""Steps that allocate host memory and learn sizes: their copies may be late."""
+"""Number of steps that allocate host memory and learn sizes, so that their copies may be late."""
 
 
 class Goals:
-    """Looks at the counters of each step and warns, once for each goal that is missed.
+    """Checks the counters of each step and warns, once for each goal that is missed.
 
     Args:
-        config: of the engine.
-        is_whole: the engine holds all that its model offloads; False where other ranks of a pipeline hold more, and the
-            caller says when nothing has moved.
+        config: the engine's.
+        is_whole: the engine holds all that its model offloads; False if other ranks of a pipeline hold more, and the
+            caller reports when nothing has moved.
     """
 
     def __init__(self, config: OffloadConfig, is_whole: bool) -> None:
@@ -40,10 +40,10 @@ class Goals:
         self._is_whole = is_whole
         self._said: set[str] = set()
         self._num_steps = 0
-        self._num_late = 0  # steps in a row
+        self._num_late = 0  # consecutive steps
 
     def check(self, stats: IterationStats) -> None:
-        """Look at the counters of a step that is over."""
+        """Check the counters of a finished step."""
         self._num_steps += 1
         for goal, text in self._missed(stats):
             if goal not in self._said:
@@ -86,7 +86,7 @@ def _budget_text(limit_bytes: int, mean_bytes: int, stats: IterationStats) -> st
     return (
         f"a budget of {short_size(limit_bytes)} for saved tensors is less than one group of {short_size(mean_bytes)}: "
         f"{short_size(stats.peak_resident_bytes)} were on the device at once, and compute waits for each copy. Set "
-        "resident_bytes to some groups at least, or leave it out."
+        "resident_bytes to at least a few groups, or omit it."
     )
 
 
@@ -94,7 +94,7 @@ def _nothing_text(stats: IterationStats) -> str:
     return (
         f"nothing moved: the {short_size(stats.managed_bytes)} saved in {stats.num_groups} groups stay on the device, "
         "because their backward comes at once or all of it fits into the bounds of the policy. With so few layers or "
-        "so large a bound there is nothing to be gained."
+        "so large a bound, offload gains nothing."
     )
 
 
@@ -106,7 +106,7 @@ def _in_vain_text(stats: IterationStats) -> str:
     moved, held, saved = map(short_size, (stats.copied_out_bytes, stats.peak_resident_bytes, stats.managed_bytes))
     return (
         f"nothing is gained: {moved} moved, and still {held} of the {saved} saved were on the device at once, as with "
-        "two layers. Checkpoint the layers (enable_ckpt=True), name more of them, or leave offload out."
+        "two layers. Checkpoint the layers (enable_ckpt=True), name more of them, or train without offload."
     )
 
 
@@ -119,7 +119,7 @@ def _late_text(stats: IterationStats) -> str:
 
 
 def _is_first_to_say(what: str) -> bool:
-    """Return whether this is the first rank with something to say; without a process group there is one rank."""
+    """Return whether this rank is the first to report `what`; without a process group there is one rank."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return True

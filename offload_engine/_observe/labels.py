@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges in profiles: `Offload::copy_out (c1 m3 core_attn)` around the work that the engine issues."""
+"""Opens ranges in profiles: `Offload::copy_out (c1 m3 core_attn)` around the work that the engine issues."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def range_label(op: Op | Literal["wait"], group: str, chunk: ChunkKey | None = N
     """Return the name of a range, as `Offload::copy_out (c1 m3 core_attn)`.
 
     Args:
-        op: the move, or "wait" where compute waits for a copy.
-        group: its name, that of the submodule.
-        chunk: None: work that belongs to no chunk.
+        op: the move, or "wait" if compute waits for a copy.
+        group: name of the group, which is that of the submodule.
+        chunk: chunk of the group; None: the work belongs to no chunk.
     """
     where = "" if chunk is None else f"c{chunk.stage} m{chunk.microbatch} "
     return f"Offload::{_VERBS[op]} ({where}{group})"
@@ -56,10 +56,10 @@ _NO_RANGE: Final = _NoRange()
 
 
 class Ranges:
-    """Opens a range around each piece of work while a profiler listens; else each call takes a tenth of a microsecond.
+    """Opens a range around each piece of work while a profiler listens; otherwise a call takes 0.1 microseconds.
 
     `torch.profiler` shows the ranges, and so does `torch.autograd.profiler.emit_nvtx`. A profiler outside torch, such
-    as Nsight Systems, cannot be seen from here: `is_nvtx_on` is for it.
+    as Nsight Systems, cannot be detected, so `is_nvtx_on` must be set for it.
 
     Attributes:
         is_nvtx_on: push NVTX ranges too, whether or not one of torch's profilers listens.
@@ -82,7 +82,7 @@ class Ranges:
 
 
 class _NvtxRange:
-    """A range of NVTX, with one of torch's profilers around it where one listens."""
+    """Opens an NVTX range, inside a range of torch's profiler if one listens."""
 
     __slots__ = ("_label", "_range_of_torch")
 

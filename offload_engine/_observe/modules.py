@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module runs: its qualified name, for saved tensors."""
+"""Tracks the qualified name of the running module, for saved tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class RunningModules(threading.local):
-    """Knows the innermost module whose forward runs in this thread, by hooks on every module while it is on.
+    """Knows the innermost module whose forward runs in this thread, by hooks on every module while they are on.
 
     The outermost module that is called gives the names: `decoder.layers.0.mlp` is relative to it.
     """
@@ -21,7 +21,7 @@ class RunningModules(threading.local):
         self._names: dict[torch.nn.Module, str] = {}
 
     def innermost(self) -> str:
-        """Return the name of the innermost module whose forward runs; empty where none does."""
+        """Return the name of the innermost module whose forward runs; empty if none does."""
         if not self._running:
             return ""
         module = self._running[-1]
@@ -33,7 +33,7 @@ class RunningModules(threading.local):
             self._name_all_of(module)
         self._running.append(module)
 
-    def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def exit(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """End the forward of `module`, and of those inside it that raised."""
         if module in self._running:
             while self._running.pop() is not module:
@@ -46,16 +46,16 @@ class RunningModules(threading.local):
 
 
 class ModuleHooks:
-    """Keeps the hooks of `RunningModules` on, from its making to `remove`."""
+    """Owns the hooks of `RunningModules`, from construction to `remove`."""
 
     def __init__(self) -> None:
         self.running: RunningModules = RunningModules()
         self._handles = [
             register_module_forward_pre_hook(self.running.enter),
-            register_module_forward_hook(self.running.leave, always_call=True),
+            register_module_forward_hook(self.running.exit, always_call=True),
         ]
 
     def remove(self) -> None:
-        """Take the hooks off. Idempotent."""
+        """Remove the hooks. Idempotent."""
         while self._handles:
             self._handles.pop().remove()

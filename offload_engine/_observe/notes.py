@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notes that a recorder collects during a step, and protocols of the engine's objects that it reads."""
+"""Defines the notes that a recorder collects during a step, and protocols of the objects that it reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class NotedBoundary(NamedTuple):
     kind: BoundaryKind
     chunk: ChunkKey | None
     number: int
-    """`Boundary.index`, which mypy takes for the method of tuples."""
+    """`Boundary.index`, which would clash with the method of tuples."""
 
 
 class NotedMove(NamedTuple):
@@ -90,7 +90,7 @@ class NotedWait(NamedTuple):
 
 
 class NotedStage(NamedTuple):
-    """The moment at which a group came to be somewhere."""
+    """The moment at which a group reached a place."""
 
     group: GroupKey
     residency: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Observer`: which steps of an engine are recorded, where the records go, and how they are reported."""
+"""`Observer`: decides which steps of an engine are recorded, where the records go, and how they are reported."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Makes the recorders of one engine. In a step that neither `ask` nor `ask_for_times` requested it makes none.
+    """Makes the recorders of one engine, for the steps that `ask` or `ask_for_times` requested.
 
     Args:
-        config: of the engine, whose goals each step is compared with; None: no goals.
+        config: the engine's, whose goals each step is compared with; None: no goals.
         pipeline: rank and number of ranks of the pipeline whose stages the chunks are.
         logs_first_step: log a summary of the counters of the first step with groups, on rank 0.
     """
@@ -45,10 +45,10 @@ class Observer:
         self._is_dry_run = config is not None and config.dry_run
         self._goals = None if config is None else Goals(config, is_whole=logs_first_step)
         self._times: PendingTimes | None = None  # of the last step that was timed
-        self._is_timed = False  # the next step is
+        self._is_timed = False  # whether the next step is to be timed
         self._pending: PendingRecord | None = None
         self._writer: TraceWriter | None = None  # of the last file
-        self._asked: str | None = None  # for a file
+        self._asked: str | None = None  # the requested file
         self._is_asked = False
         self._modules: ModuleHooks | None = None  # for the next step that is recorded
         self._file: Path | None = None  # of the step that is recorded now
@@ -67,11 +67,11 @@ class Observer:
     def ask(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next step that begins. Hooks on all modules are on from now on, to know which one saves what.
 
-        Not from the begin of the step: where that begins with the first saved tensor, the model runs already.
+        The start of the step would be too late: if it starts with the first saved tensor, the model already runs.
 
         Args:
-            file: for `write_trace`; `{rank}` and `{step}` in its name are replaced, and among several ranks the rank is
-                added where it is missing. None: only `record`.
+            file: path for `write_trace`; `{rank}` and `{step}` in the name are replaced. With several ranks, a name
+                without the rank gets it. None: only `record`.
         """
         self._is_asked, self._asked = True, None if file is None else os.fspath(file)
         if self._modules is None:
@@ -79,7 +79,7 @@ class Observer:
 
     @property
     def times(self) -> StepTimes | None:
-        """Return the times of the last step that was timed or recorded; blocks until the device has ended that step."""
+        """Return the times of the last step that was timed or recorded; blocks until the device has finished it."""
         if self._times is not None:
             return self._times.get()
         record = self.record
@@ -110,14 +110,14 @@ class Observer:
         )
 
     def end(self, recorder: Recorder | None, stats: IterationStats) -> None:
-        """End a step: begin to write its file, if it has one, and log the first report on rank 0."""
+        """End a step: start writing its file, if it has one, and log the first report on rank 0."""
         if isinstance(recorder, WaitTimer):
             self._times = recorder.end()
         elif recorder is not None:
             self._times = None
             self._pending = recorder.finish(counts_of(stats))
             if self._file is not None:
-                self._finish_file()  # one file at a time: else they would pile up where each step has one
+                self._finish_file()  # one file at a time, so that writers do not pile up
                 self._writer = TraceWriter(self._pending, self._file)
                 self._writer.begin()
         if not self._has_logged and stats.num_groups and _rank() == 0:
@@ -128,7 +128,7 @@ class Observer:
             self._goals.check(stats)
 
     def line(self, stats: IterationStats) -> str:
-        """Return what the last step did, as one line; of a dry run, what it would have moved."""
+        """Return one line about the last step; for a dry run, about what it would have moved."""
         if not self._is_dry_run or not stats.num_groups:
             return stats.line(self.times)
         movable = short_size(stats.managed_bytes - stats.kept_bytes)
@@ -157,9 +157,9 @@ class Observer:
 
 
 class StepTimer:
-    """Times single steps of one engine, and how long compute waits in them for copies.
+    """Times single steps of one engine, and how long compute waits for copies in them.
 
-    A timed step takes about a microsecond more for each group; other steps take nothing.
+    A timed step takes about a microsecond more per group; other steps take no more time.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -173,13 +173,13 @@ class StepTimer:
     def times(self) -> StepTimes | None:
         """Return the times of the last step that was timed or recorded; None before any.
 
-        Blocks until the device has ended that step.
+        Blocks until the device has finished that step.
         """
         return self._observer.times
 
 
 def _path(path: str, names: Mapping[str, int]) -> Path:
-    if "{rank}" not in path and _num_ranks() > 1:  # else all ranks would write one file
+    if "{rank}" not in path and _num_ranks() > 1:  # otherwise all ranks would write one file
         folder, name = os.path.split(path)
         stem, dot, suffix = name.partition(".")
         path = os.path.join(folder, f"{stem}_rank{{rank}}{dot}{suffix}")

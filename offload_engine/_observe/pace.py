@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a record is made of its notes: at once for a waiting caller, slowly beside a training step."""
+"""Sets the pace at which a record is made from its notes: at once for a waiting caller, slowly beside training."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def at_once(items: Iterable[T], /) -> Iterable[T]:
 class AtLeisure:
     """Rests ten times as long as it works, until a caller waits for the record.
 
-    Python code of two threads never runs at the same time: a thread that worked without a rest would keep another one
-    from launching kernels for nearly as long as it works.
+    Two threads never run Python code at the same time: a thread without rests would keep another one from launching
+    kernels for nearly as long as it works.
     """
 
     def __init__(self) -> None:

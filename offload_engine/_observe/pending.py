@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PendingRecord`: a recorded step that is over on the host, and whose `StepRecord` is still to be made."""
+"""`PendingRecord`: makes the `StepRecord` of a recorded step, after its end on the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class PendingRecord:
-    """Makes the record once, in the thread that asks first.
+    """Makes the record once, in the first thread that requests it.
 
     Args:
-        make: blocks until the device has come to the end of the step.
+        make: makes the record; blocks until the device has reached the end of the step.
     """
 
     def __init__(self, make: Callable[[Pace], StepRecord]) -> None:
@@ -38,24 +38,24 @@ class PendingRecord:
         """
         if self._record is not None:
             return self._record
-        if self._pid != os.getpid():  # where the thread that may hold the lock does not exist
-            raise RuntimeError(f"the step was recorded in process {self._pid}: ask for its record there")
+        if self._pid != os.getpid():  # the thread that may hold the lock does not exist here
+            raise RuntimeError(f"the step was recorded in process {self._pid}: read its record there")
         with self._lock:
             if self._make is not None:
                 self._record = self._make(pace)
-                self._make = None  # gives the time marks back
+                self._make = None  # frees the time marks
         assert self._record is not None
         return self._record
 
 
 class TraceWriter(threading.Thread):
-    """Makes a record and writes its file beside the training. The interpreter waits for it before it exits.
+    """Makes a record and writes its file concurrently with training. The interpreter waits for it at exit.
 
-    It knows no engine, so one that is dropped without `close()` can go.
+    It does not refer to the engine, so an engine dropped without `close()` is freed.
     """
 
     def __init__(self, pending: PendingRecord, file: Path) -> None:
-        super().__init__(name="offload-trace", daemon=False)  # or it would be as the thread that makes it
+        super().__init__(name="offload-trace", daemon=False)  # the default would be that of the current thread
         self._pending, self._file = pending, file
         self._pace = AtLeisure()
 
@@ -71,7 +71,7 @@ class TraceWriter(threading.Thread):
         try:
             record = self._pending.get(self._pace)
             write_trace(record, self._file, self._pace)
-        except Exception as error:  # no failure to write may end the training
+        except Exception as error:  # a failed write must not end the training
             logger.error("a step was recorded, but could not be written to %s: %s", self._file, error)
         else:
             logger.info("recorded step %d in %s", record.step, self._file)

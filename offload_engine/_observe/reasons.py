@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a saved tensor moved or stayed, and what to do about it."""
+"""Defines why a saved tensor moved or stayed, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Reason(enum.Enum):
-    """What became of one saved tensor, and why."""
+    """Why one saved tensor moved or stayed."""
 
     MOVED = "moved"
     """Its storage left the device and came back."""
@@ -76,9 +76,9 @@ def reason_to_stay(
     weights: Container[int],
     excluded: Container[int],
 ) -> Reason | None:
-    """Return why a saved tensor may not move, or None if it may: slow, for recordings only.
+    """Return why a saved tensor may not move, or None if it may. Slow; for recordings only.
 
-    The questions are those of `Eligibility.read_movable`, each with an answer of its own.
+    The tests are those of `Eligibility.read_movable`, each with its own answer.
 
     Args:
         tensor: as autograd saves it.

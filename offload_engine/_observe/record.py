@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One recorded step of one rank, as plain data: moves, copies and waits with times, and the fate of saved tensors.
+"""Holds one recorded step of one rank as plain data: moves, copies and waits with times, and the fate of saved tensors.
 
-Times are milliseconds since the device began the step. Times of the host are read when the engine is called, which may
-be much earlier than the device gets there, and even earlier than it begins: then they are negative. Without a
-file the clocks are not compared, and times of the host count from when the host began.
+Times are milliseconds since the device began the step. Times of the host are read when the engine is called. The device
+gets there later; if the host is ahead even of the start of the step, they are negative. Without a file the clocks are
+not compared, and times of the host count from when the host began.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MoveRecord:
 
     host_ms: float
     boundary: str
-    """At which it happened, as `F0.3:5`; empty before the first."""
+    """Boundary at which it happened, as `F0.3:5`; empty before the first."""
     op: Op
     group: str
     nbytes: int
@@ -73,7 +73,7 @@ class CopyRecord:
 
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """A time in which a compute stream stood still for a copy; device time."""
+    """A time in which a compute stream waited for a copy; device time."""
 
     awaited: Awaited
     group: str
@@ -82,14 +82,14 @@ class WaitRecord:
 
     @property
     def exposed_ms(self) -> float:
-        """Return how long compute stood still; 0 if that is within the error of two marks."""
+        """Return how long compute waited; 0 if that is within the error of two marks."""
         milliseconds = self.end_ms - self.begin_ms
         return milliseconds if milliseconds > _SHORTEST_WAIT_MS else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A time in which a group was somewhere, as its last storage; device time."""
+    """A time that a group spent in one place, as its last storage did; device time."""
 
     group: str
     residency: str
@@ -113,11 +113,11 @@ class SavedRecord:
     """One tensor that autograd saved."""
 
     group: str
-    """The open group, or the chunk, as `0.3`, where none was open."""
+    """The open group; if none was open, the chunk, as `0.3`."""
     name: str
     """Name of the group; empty if none was open."""
     module: str
-    """The innermost module whose forward ran, as `decoder.layers.0.mlp`; empty where it is not known."""
+    """The innermost module whose forward ran, as `decoder.layers.0.mlp`; empty if unknown."""
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
@@ -129,7 +129,7 @@ class SavedRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """All of one step of one rank."""
+    """The record of one step of one rank."""
 
     rank: int
     step: int
@@ -179,7 +179,7 @@ def from_json(data: Mapping[str, Any]) -> StepRecord:
     """Convert back; the exact inverse of `to_json`.
 
     Raises:
-        ValueError: if another version has written it.
+        ValueError: if it was written by another version.
     """
     if data.get("version") != VERSION:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recorder`: notes the calls of the engine in one step, and makes a `StepRecord` of them."""
+"""`Recorder`: notes the calls of the engine in one step, and makes a `StepRecord` from them."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from offload_engine.schedule import ChunkKey
 
 
 class Recorder:
-    """Records one step. Made when the step begins, with the device idle or not; it never waits for the device.
+    """Records one step. Made when the step begins, whether or not the device is idle; never waits for the device.
 
     Each `note_` call appends to a list: about a microsecond, and a few more for each time mark on a GPU. It holds no
-    tensor, and a storage only until that retires. The engine calls `finish` or `discard` at the end of the step.
+    tensor, and a storage only until that retires. The engine calls `finish` or `close` at the end of the step.
 
     Args:
         device: marks time.
-        rank: of this process.
-        step: its number, for the reader.
+        rank: rank of this process.
+        step: number of the step, for the reader.
         pipeline: rank and number of ranks of the pipeline.
-        fallback: why a group that is not kept and that no move took out stayed.
-        modules: hooks on all modules, which know the one that runs; taken off at the end. None: no names. Compiled
-            modules are compiled again for them.
-        compares_clocks: find out, when the record is made, how far the device was behind the host. The call
-            for it blocks until the device has done all that is queued by then, and clocks drift apart: make it soon.
-        clock: host time in nanoseconds; has an origin of its own.
+        fallback: why a group stayed that is neither kept nor copied out by any move.
+        modules: hooks on all modules, which know the running one; removed at the end. None: no names. Compiled modules
+            are compiled again because of them.
+        compares_clocks: measure, when the record is made, how far the device was behind the host. This blocks until the
+            device has done all queued work, and clocks drift apart, so make the record soon.
+        clock: returns the host time in nanoseconds, from any origin.
     """
 
     def __init__(
@@ -81,12 +81,13 @@ class Recorder:
     # -- moves -------------------------------------------------------------------------------------------------------
 
     def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:
-        """Note that a boundary has come; moves noted from now on happen at it.
+        """Note a boundary; moves noted from now on happen at it.
 
         Args:
-            kind: of the boundary.
-            chunk: None at the end of the iteration, and where the caller knows none: then the one whose forward runs.
-            group: where the boundary has one.
+            kind: kind of the boundary.
+            chunk: its chunk; None at the end of the iteration, or if the caller does not know it: then the one whose
+                forward runs.
+            group: its group; None if it has none.
         """
         if kind is FORWARD:
             self._forward = chunk
@@ -102,7 +103,7 @@ class Recorder:
         self._boundary = NotedBoundary(kind, chunk, index)
 
     def note_group(self, group: ObservedGroup) -> None:
-        """Note the state of a group by now: whether it is kept, and how many bytes it saved."""
+        """Note the current state of a group: whether it is kept, and how many bytes it saved."""
         traits = NotedGroup(group.name, group.layer, group.is_kept, group.own_bytes)
         self._notes.groups[GroupKey(group.chunk, group.index)] = traits
 
@@ -122,7 +123,7 @@ class Recorder:
     # -- times of the device -----------------------------------------------------------------------------------------
 
     def mark(self, stream: Stream) -> TimeMark:
-        """Mark when `stream` comes so far: before and after a copy or wait that `note_copy` or `note_wait` records."""
+        """Mark the time on `stream`, before and after a copy or wait that `note_copy` or `note_wait` records."""
         return self._device.mark_time(stream)
 
     def note_copy(self, op: Op, group: ObservedGroup, nbytes: int, begin: TimeMark, end: TimeMark) -> None:
@@ -151,8 +152,8 @@ class Recorder:
 
         Args:
             tensor: as it was saved.
-            group: the open one, or the one that stands for tensors outside the groups.
-            storage: that the store keeps for it; None: it stays, for `reason`.
+            group: the open group, or the one that stands for tensors outside the groups.
+            storage: the storage that the store keeps for it; None: it stays, for `reason`.
             reason: why it stays.
         """
         number = -1 if storage is None else self._storages.number_of(storage, group)
@@ -188,21 +189,21 @@ class Recorder:
             counts: the counters of the iteration.
         """
         end = self._device.mark_time(self._device.current_stream())
-        self.discard()
+        self.close()
         return PendingRecord(partial(self._make, end, dict(counts or {})))
 
     def _make(self, end: TimeMark, counts: dict[str, int], pace: Pace) -> StepRecord:
         origin = self._origin
-        origin.device_ms(end)  # blocks: from here on the device is done with the step
+        origin.device_ms(end)  # blocks until the device has finished the step
         if self._compares_clocks:
             origin = origin.after(lag_ms(origin, self._stream, self._clock))
         return assemble(self._notes, origin, end, self._about, counts, pace)
 
-    def discard(self) -> None:
-        """Discard the recording, as after an exception in the step. Idempotent."""
+    def close(self) -> None:
+        """Stop recording, at the end of the step or after an exception in it. Idempotent."""
         if self._modules is not None:
             self._modules.remove()
-            self._modules = None  # it knows the model, which may go before the record is made
+            self._modules = None  # refers to the model, which may be freed before the record is made
         self._storages.clear()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded steps as text: where the bytes went, why a tensor stayed, and the moves one by one."""
+"""Formats recorded steps as text: where the bytes went, why a tensor stayed, and the moves one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report_table(records: Iterable[StepRecord]) -> str:
 
 
 def table_of_ranks(ranks: Sequence[RankSums]) -> str:
-    """Return the same tables, made of the sums of the ranks."""
+    """Return the same tables, made from the sums of the ranks."""
     return as_text(module_table(ranks), link_table(ranks)) if ranks else "no step was recorded\n"
 
 
@@ -52,13 +52,13 @@ def summary_of_stats(stats: IterationStats) -> str:
         lines.append(
             "nothing was offloaded: record a step to see why"
             if stats.managed_bytes
-            else "nothing was offloaded: no saved tensor may move. Lower min_tensor_bytes, or record a step to see why"
+            else "nothing was offloaded: no saved tensor can move. Lower min_tensor_bytes, or record a step to see why"
         )
     return "\n".join(lines) + "\n"
 
 
 def moves_text(records: Iterable[StepRecord], group: str = "") -> str:
-    """Return the moves, one in a line: host time, boundary, move, name and size.
+    """Return the moves, one per line: host time, boundary, move, name and size.
 
     Args:
         records: of any number of ranks.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows each saved storage of a recorded step, and where its group is by that."""
+"""Follows each saved storage of a recorded step, and derives from it where its group is."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ USED: Final = "used"
 """On the device again."""
 RETIRED: Final = "retired"
 _STAGE_OF: Final = {OUT: "copying out", IN: "copying in", Awaited.COPY_OUT: ON_HOST, Awaited.COPY_IN: USED}
-"""The stage that begins with a copy, and with the wait for it."""
+"""The stage that begins with a copy, or with the wait for it."""
 
 
 class StorageLog:
-    """Numbers storages, notes what becomes of each, and marks the moments at which groups come to be somewhere.
+    """Numbers storages, notes the fate of each, and marks the moments at which groups reach a place.
 
     Args:
         device: marks time.
-        notes: to add to.
+        notes: receives the notes.
     """
 
     def __init__(self, device: Device, notes: Notes) -> None:
@@ -35,10 +35,10 @@ class StorageLog:
         self._numbers: dict[ObservedStorage, int] = {}  # of those that have not retired
         self._num_live: dict[GroupKey, int] = {}
         self._stages: dict[GroupKey, str] = {}  # the last one of each
-        self._begun: dict[tuple[str, GroupKey], TimeMark] = {}  # known before the storages have moved there
+        self._begun: dict[tuple[str, GroupKey], TimeMark] = {}  # known before the storages reach the stage
 
     def number_of(self, storage: ObservedStorage, saver: ObservedGroup) -> int:
-        """Return the number of a storage that `saver` saves now; the first group to do so has it."""
+        """Return the number of a storage that `saver` saves now; it belongs to the first group that saves it."""
         number = self._numbers.get(storage)
         if number is None:
             number = self._numbers[storage] = len(self._notes.fates)
@@ -59,11 +59,11 @@ class StorageLog:
             self._notes.fates[number].reason = reason
 
     def note_copy(self, op: Op, group: GroupKey, begin: TimeMark) -> None:
-        """Note that a copy has been issued: its storages are on their way from `begin` on."""
+        """Note that a copy has been issued, which moves its storages from `begin` on."""
         self._begun[_STAGE_OF[op], group] = begin
 
     def note_wait(self, awaited: Awaited, group: GroupKey, end: TimeMark) -> None:
-        """Note that compute has waited for a copy: its storages are where it took them from `end` on."""
+        """Note that compute has waited for a copy: its storages have arrived at `end`."""
         self._begun[_STAGE_OF[awaited], group] = end
 
     def note_residency(self, storage: ObservedStorage, residency: str) -> None:
@@ -86,9 +86,9 @@ class StorageLog:
         self._numbers.clear()
 
     def _follow(self, group: GroupKey, residency: str, stream: Stream) -> None:
-        """Note where a group is, once for all of its storages that go there together."""
+        """Note where a group is, once for all of its storages that move together."""
         if residency == RETIRED:
-            self._begun.pop((ON_HOST, group), None)  # it was waited for to be dropped
+            self._begun.pop((ON_HOST, group), None)  # the wait was for a retirement
             self._num_live[group] -= 1
             if self._num_live[group] > 0:
                 return

@@ -32,7 +32,7 @@ class WaitTimer(Recorder):
     def end(self) -> PendingTimes:
         """End the step, without waiting for the device."""
         end = self._device.mark_time(self._device.current_stream())
-        self.discard()
+        self.close()
         return PendingTimes(self._device, (self._origin.mark, end), self._waits)
 
     def _note_nothing(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class WaitTimer(Recorder):
 
 
 class PendingTimes:
-    """The times of a step that is over on the host.
+    """The times of a step that has ended on the host.
 
     Args:
         device: measures between marks.
@@ -58,12 +58,13 @@ class PendingTimes:
         self._times: StepTimes | None = None
 
     def get(self) -> StepTimes:
-        """Return the times; blocks until the device has come to the end of the step."""
+        """Return the times; blocks until the device has reached the end of the step."""
         if self._times is None:
             step_ms = self._device.milliseconds_between(*self._step)
             waits = [self._device.milliseconds_between(*wait) for wait in self._waits]
             self._times = StepTimes(step_ms, sum(wait for wait in waits if wait > _SHORTEST_WAIT_MS))
-            self._waits = []  # gives the time marks back
+            self._waits = []  # frees the time marks
+
         return self._times
 
 

@@ -30,7 +30,7 @@ from offload_engine.policies import (
 
 
 def settings_of(config: OffloadConfig) -> PolicySettings:
-    """Return the policy that a configuration chooses; without one the default. Under a budget it is `Planned`."""
+    """Return the policy that a configuration chooses, or else the default; under a budget, `Planned`."""
     if config.gpu_budget is not None:
         return Planned()
     return config.policy or LowestPeak()

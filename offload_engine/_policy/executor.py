@@ -32,15 +32,15 @@ from offload_engine.planning.moves import (
 )
 from offload_engine.schedule import Action
 
-_profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
+_profiler: Final[Any] = profiler  # tested before each range: an unused range would cost a microsecond a group
 
 _EAGERLY = (
-    "{} eagerly, but a capture was announced: give graphs.capture() what captures, such as torch.cuda.graph(graph), "
-    "and run nothing else inside it."
+    "{} outside a capture, but one was announced: pass the capturing context, such as torch.cuda.graph(graph), to "
+    "graphs.capture(), and run nothing else inside it."
 )
 _UNANNOUNCED = (
-    "{} inside the capture of a CUDA graph, which was not announced: capture a whole step by `with "
-    "engine.graphs.capture(torch.cuda.graph(graph)):`. Capture other parts of a step only if they are not offloaded."
+    "{} inside the capture of a CUDA graph that was not announced: capture a whole step by `with "
+    "engine.graphs.capture(torch.cuda.graph(graph)):`. Capture single parts of a step only if they are not offloaded."
 )
 
 
@@ -57,8 +57,8 @@ class Executor:
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
      5. A backward that begins right after its forward, unannounced, recalls the groups that its chunk is copying out.
-     6. A group that is chosen to be kept is not copied out, unless it has outgrown the choice: see `Keeping`. Nor is
-        one beyond the share of its chunk that leaves: see `LeavingShare`.
+     6. A group that is chosen to be kept is not copied out, unless it has outgrown the choice: see `Keeping`. Nor is a
+        group beyond the share of its chunk that may leave: see `LeavingShare`.
 
     Args:
         store: owns the storages of the groups.
@@ -105,9 +105,9 @@ class Executor:
         Raises:
             CopyError: if a copy has failed; names the group.
             OffloadError: if the host tier is full and `host_policy` is "error".
-            KeyboardInterrupt: if one has come in a destructor, where Python drops it.
+            KeyboardInterrupt: if one came in a destructor, where Python ignores it.
         """
-        with self._retired, self._retired.lock:  # once, not for each move: it takes as long as the books of a move
+        with self._retired, self._retired.lock:  # once, not per move: it takes as long as the bookkeeping of a move
             self._at(kind, chunk, group)
 
     def _at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> None:
@@ -131,7 +131,7 @@ class Executor:
             if op is OUT:
                 self.copy_out(moved)
             elif op is DROP:
-                self._drop(moved)
+                self._release_group(moved)
             elif late_from >= 0 and chunk is not None and moved.chunk == chunk.key and moved.index >= late_from:
                 store.counters.stats.prefetch_misses += self.copy_in(moved)
                 if moved is group:
@@ -139,12 +139,12 @@ class Executor:
             else:
                 self.copy_in(moved)
         if self._keeping.kept and kind is COMMIT and group is not None and self._keeping.outgrows(group):
-            self.copy_out(group)  # a plan does not
+            self.copy_out(group)  # a plan has no move for it
         if self._context.recorder is not None:
             self._context.recorder.note_moved()
 
     def copy_out(self, group: TensorGroup) -> None:
-        """Issue the copy-out of a group's own storages. No-op for those that left or are to stay, and in a dry run.
+        """Issue the copy-out of a group's own storages. No-op for those that have left or stay, and in a dry run.
 
         Raises:
             OffloadError: if the host tier is full and `host_policy` is "error".
@@ -161,7 +161,7 @@ class Executor:
             if self._context.recorder is not None:
                 self._context.recorder.note_move(OUT, group, issued.nbytes)
             self.leaving.push(issued)
-            self._release_due()  # again: host memory may have had to be pinned, and copies have completed meanwhile
+            self._release_due()  # again: copies may have completed while host memory was being pinned
 
     def copy_in(self, group: TensorGroup) -> int:
         """Recall a group's storages that are leaving and copy in those on host; return the number copied in."""
@@ -178,10 +178,10 @@ class Executor:
         return self._moves.issue_copy_in(group)
 
     def refuse_capture(self, what: str) -> None:
-        """Refuse to work in a capture that was not announced: events cannot be queried there, nor copies batched.
+        """Raise an error in a capture that was not announced, where events cannot be queried nor copies batched.
 
         Args:
-            what: is about to begin, for the error.
+            what: clause that says what is about to begin, for the error.
 
         Raises:
             OffloadError: if the current stream captures unannounced, or does not although it was announced.
@@ -193,9 +193,9 @@ class Executor:
         raise OffloadError(_UNANNOUNCED.format(what))
 
     def turn_around(self, chunk: ChunkProgress) -> None:
-        """Recall the groups of `chunk` that are being copied out: its backward follows its forward (rule 5).
+        """Recall the groups of `chunk` that are being copied out, because its backward follows its forward (rule 5).
 
-        Unlike `at` it releases nothing first: completed copy-outs would have to be copied in again.
+        Unlike `at`, this releases nothing first: completed copy-outs would have to be copied in again.
         """
         if self._context.recorder is not None:
             self._note_boundary(self._context.recorder, TURN_AROUND, chunk, None)
@@ -271,7 +271,7 @@ class Executor:
                 self._moves.release(issued)
         else:
             self._moves.release(issued)
-        released = issued.group.on_host_bytes - before  # without storages that were recalled, or that others hold
+        released = issued.group.on_host_bytes - before  # without storages that were recalled or are held elsewhere
         if self._context.recorder is not None and released > 0:
             self._context.recorder.note_move(DROP, issued.group, released)
 
@@ -290,7 +290,7 @@ class Executor:
         else:
             self._moves.await_copy_in(group)  # early wait
 
-    def _drop(self, group: TensorGroup) -> None:
+    def _release_group(self, group: TensorGroup) -> None:
         issued = self.leaving.take(group)
         if issued is not None:
             self._release(issued)

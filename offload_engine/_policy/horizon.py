@@ -8,14 +8,14 @@ from offload_engine._saved.storage import TensorGroup
 
 
 class Horizon:
-    """Bounds the groups that are copied in, or recalled, ahead of their backward."""
+    """Bounds how many groups are copied in, or recalled, ahead of their backward."""
 
     def has_room(self, group: TensorGroup, is_in_forward: bool) -> bool:
         """Return whether `group` may be copied in, or recalled, ahead of its backward.
 
         Args:
             group: next in the order of backward.
-            is_in_forward: no backward has begun since a forward began, which needs room, too.
+            is_in_forward: no backward has begun since the last forward began; that forward needs room, too.
         """
         raise NotImplementedError
 
@@ -33,7 +33,7 @@ class Horizon:
         """Stop counting a group whose backward begins."""
 
     def count_passed(self) -> None:
-        """Called when a forward begins although a backward was predicted; its issued groups no longer count."""
+        """Stop counting groups issued for a backward that was predicted; a forward has begun instead."""
 
     def clear(self) -> None:
         """Forget all groups."""
@@ -43,7 +43,7 @@ class HorizonBytes(Horizon):
     """Allows at most `limit_bytes` ahead, but always one group, unless the limit is 0.
 
     Args:
-        counters: count the bytes of copy-ins that are not used yet.
+        counters: count the bytes of copy-ins that are not awaited yet.
         limit_bytes: None: twice the largest group so far.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Keeping`: groups that are chosen to stay on the device, by their places, and how large they may be."""
+"""`Keeping`: knows which groups are chosen to stay on the device, by their places, and how large they may be."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Keeping:
 
     Args:
         policy: gets every allowance, too.
-        counters: of the engine.
+        counters: the engine's.
         share: decides how much of what each chunk saves may leave; None: all of it.
 
     Attributes:
         kept: bytes that each kept group may have, by its place; empty: none is kept.
-        share: as given.
+        share: see the argument.
     """
 
     def __init__(self, policy: Policy, counters: ByteCounters, share: LeavingShare | None = None) -> None:
@@ -36,15 +36,15 @@ class Keeping:
         """Set what may be on the device from the next step on. Call it between two steps.
 
         Raises:
-            ValueError: if the policy cannot give room.
+            ValueError: if the policy has no budget of resident bytes that can change.
         """
         self._policy.allow(allowance)
         self.kept, self._resident_limit = allowance.kept_bytes, allowance.resident_bytes
 
     def may_stay(self, group: TensorGroup) -> bool:
-        """Return whether a group that commits is one to be kept, and as large as when that was chosen."""
+        """Return whether a group that commits is chosen to be kept, and no larger than when it was chosen."""
         nbytes = self._kept_bytes(group)
-        if nbytes < 0:
+        if nbytes is None:
             return False
         if group.own_bytes <= nbytes and self._counters.resident_bytes <= self._resident_limit:
             return True
@@ -52,14 +52,14 @@ class Keeping:
         return False
 
     def clear(self) -> None:
-        """Forget the running step, as after an exception."""
+        """Forget the running step, for instance after an exception."""
         if self.share is not None:
             self.share.clear()
 
     def outgrows(self, group: TensorGroup) -> bool:
-        """Return whether a group that was chosen to be kept leaves, because it is larger than when it was chosen."""
-        return not (group.stays or group.is_kept) and self._kept_bytes(group) >= 0
+        """Return whether a group that was chosen to be kept must leave, because it has grown since."""
+        return self._kept_bytes(group) is not None and not (group.stays or group.is_kept)
 
-    def _kept_bytes(self, group: TensorGroup) -> int:
-        """Return how many bytes a group may have and be kept; -1: it is not to be kept."""
-        return self.kept.get(Slot(group.chunk.stage, group.layer, group.name, group.part), -1)
+    def _kept_bytes(self, group: TensorGroup) -> int | None:
+        """Return how many bytes a group may have and still be kept; None if it is not chosen to be kept."""
+        return self.kept.get(Slot(group.chunk.stage, group.layer, group.name, group.part))

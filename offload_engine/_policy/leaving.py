@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LeavingQueue`: copy-outs that are issued and not released."""
+"""`LeavingQueue`: holds the copy-outs that are issued and not released."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from offload_engine._saved.storage import TensorGroup
 
 
 class LeavingQueue:
-    """Copy-outs whose device bytes are not released yet, oldest first. Only the executor changes it; policies read it.
+    """Holds copy-outs whose device bytes are not released yet. The executor changes it; policies only read it.
 
     Attributes:
-        queue: oldest first.
+        queue: the copy-outs, oldest first.
         inflight_bytes: bytes of all of them.
         largest_bytes: bytes of the largest copy-out so far.
         num_issued: number of copy-outs so far, which is the number of the next one.
@@ -59,6 +59,6 @@ class LeavingQueue:
         return None
 
     def clear(self) -> None:
-        """Forget all copy-outs, after the store has abandoned them."""
+        """Forget all copy-outs; call it after the store has abandoned them."""
         self.queue = deque()
         self.inflight_bytes = 0

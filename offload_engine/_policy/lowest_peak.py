@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies that copy groups out as early as possible: `LowestPeak`, fixed bounds, and SageMaker's windows."""
+"""Implements the policies that copy out as early as possible: `LowestPeak`, fixed bounds, SageMaker's windows."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class LowestPeakPolicy(Reactive):
     - The peak of a chunk whose backward comes at once is in its loss. With a head, copy-outs issued a layer before the
       first kept group are released at that group, because they have had the time of a layer, and all others at the
       head; without a head, all are released at the first kept group.
-    - While a copy runs the host is slower, and in front of the experts the device waits for the host. So the copy-out
-      of a group with `may_delay` is issued after that wait. At most half of the bytes that may be in flight are
-      delayed, and none once the link has fallen behind.
+    - A running copy slows the host down, and before the experts the device waits for the host. So the copy-out of a
+      group with `may_delay` is issued after that wait. At most half of the bytes that may be in flight are delayed, and
+      none once the link has fallen behind.
     """
 
     brings_only_last_layer = True
@@ -55,8 +55,8 @@ class LowestPeakPolicy(Reactive):
     ) -> None:
         super().__init__(counters, leaving, HorizonBytes(counters, None) if horizon is None else horizon)
         self._max_inflight_bytes = max_inflight_bytes
-        self._delayed: list[TensorGroup] = []  # committed; their copy-out is yet to be issued
-        self._tail_number = 0  # of the first copy-out after the start of the last tail; no number comes twice
+        self._delayed: list[TensorGroup] = []  # committed groups whose copy-out is yet to be issued
+        self._tail_number = 0  # number of the first copy-out after the start of the last tail
 
     def clear(self) -> None:
         """See `Policy`."""
@@ -119,7 +119,7 @@ class LowestPeakPolicy(Reactive):
         yield from self._commit(chunk, group)
 
     def _older_than_tail(self, chunk: ChunkProgress) -> list[TensorGroup]:
-        """Return the groups of copy-outs before the last tail, up to the first of `chunk`, which is needed soon."""
+        """Return the groups copied out before the last tail, up to the first of `chunk`, which is needed soon."""
         older = []
         for group in self.leaving.groups_before(self._tail_number):
             if group.chunk == chunk.key:
@@ -128,7 +128,7 @@ class LowestPeakPolicy(Reactive):
         return older
 
     def _a_layer_before(self, kept: TensorGroup) -> list[TensorGroup]:
-        """Return the groups of copy-outs up to that of the group with the same name a layer before `kept`."""
+        """Return the groups copied out up to the group with the same name a layer before `kept`."""
         groups = self.leaving.groups
         num_older = 0
         for number, group in enumerate(groups, 1):
@@ -145,11 +145,11 @@ class LowestPeakPolicy(Reactive):
 
 
 class FixedBoundsPolicy(LowestPeakPolicy):
-    """`LowestPeak` with fixed bounds; each bound also switches off the stricter rule of that policy.
+    """Applies fixed bounds to `LowestPeak`; each bound also switches off the stricter rule of that policy.
 
     Args:
-        horizon_bytes: bytes of copy-in ahead of the backward; if set, groups of every layer are copied in ahead.
-        max_inflight_bytes: bytes of copy-out in flight; if set, no backward waits for copies within this bound.
+        horizon_bytes: bound on bytes copied in ahead of the backward; if set, groups of every layer may be.
+        max_inflight_bytes: bound on bytes of copy-out in flight; if set, no backward waits for copies within it.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class FixedBoundsPolicy(LowestPeakPolicy):
 
 
 class PrefetchWindowPolicy(LowestPeakPolicy):
-    """SageMaker's v1: copies in up to `num_groups` groups ahead of the group whose backward runs."""
+    """Copies in up to `num_groups` groups ahead of the group whose backward runs, as SageMaker's v1."""
 
     brings_only_last_layer = False
 
@@ -177,7 +177,7 @@ class PrefetchWindowPolicy(LowestPeakPolicy):
 
 
 class GroupWindowPolicy(LowestPeakPolicy):
-    """SageMaker's v2: keeps at most `num_groups` groups on the device, including the one in use."""
+    """Keeps at most `num_groups` groups on the device, including the one in use, as SageMaker's v2."""
 
     brings_only_last_layer = False
 
@@ -198,7 +198,7 @@ class GroupWindowPolicy(LowestPeakPolicy):
 
 
 def _passes_delayed(kind: BoundaryKind, group: TensorGroup | None) -> bool:
-    """Return whether delayed copy-outs stay delayed at this boundary, such as one of another chunk's backward."""
+    """Return whether delayed copy-outs stay delayed at this boundary, for instance in another chunk's backward."""
     if kind is COMMIT:
         return group is not None and group.is_kept
     return kind is BACKWARD_END or kind is LOSS_DONE or kind is CHUNK_BACKWARD or kind is HEAD or kind is UNKEEP

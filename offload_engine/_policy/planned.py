@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlannedPolicy`: the moves of a plan that was made before the step."""
+"""`PlannedPolicy`: answers boundaries with the moves of a plan that was made before the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offload_engine.planning.moves import (
 )
 from offload_engine.planning.plan import Plan
 from offload_engine.planning.planner import Planner
-from offload_engine.planning.shapes import Bounds, Shapes
+from offload_engine.planning.shapes import Bounds, Shapes, largest_bytes
 from offload_engine.schedule import Action, ChunkKey, validate_actions
 
 _TOLERANCE = 9 / 8
@@ -37,23 +37,23 @@ _TOLERANCE = 9 / 8
 
 
 class PlannedPolicy(Policy):
-    """Follows a plan of the schedule's actions and the shapes that the steps before have shown.
+    """Follows a plan made from the schedule's actions and the shapes that earlier steps have shown.
 
-    Plans are memoised by what they are made of, so a step with another number of microbatches has its own. Without a
-    schedule, and until every virtual stage has shown its shape, a reactive policy with the same bounds answers.
+    Plans are memoised by their inputs, so a step with another number of microbatches has its own. Without a schedule,
+    and until every virtual stage has shown its shape, a reactive policy with the same bounds answers.
 
-    A group that is not the planned one lets its chunk go on without the plan, and is counted: it leaves at its commit
-    and comes back when its backward begins. Results never depend on the plan.
+    If a group differs from the planned one, its chunk continues without the plan, and the group is counted. It is
+    copied out at its commit, and in when its backward begins. Results never depend on the plan.
 
     Args:
         counters: see `Policy`.
         leaving: see `Policy`.
-        bounds: of the plans.
-        reactive: decides in steps without a plan; with the same bounds.
+        bounds: bounds of the plans.
+        reactive: decides in steps without a plan; has the same bounds.
 
     Attributes:
-        plan: of the running step, or of the last one; None: it went without.
-        own_bounds: where `allow` gives no room.
+        plan: plan of the running step, or of the last one; None: it had none.
+        own_bounds: bounds that apply unless `allow` sets the room.
     """
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, bounds: Bounds, reactive: Policy) -> None:
@@ -66,10 +66,10 @@ class PlannedPolicy(Policy):
         self._planner = Planner()
         self._has_schedule = self._is_whole_step = False
         self._log = ShapeLog()
-        self._shapes: Shapes = ()  # that the plan was made of
+        self._shapes: Shapes = ()  # from which the plan was made
         self._chunks: dict[ChunkKey, ChunkProgress] = {}
         self._unplanned: set[ChunkKey] = set()
-        self._held_back: dict[TensorGroup, None] = {}  # committed; the plan copies them out later
+        self._held_back: dict[TensorGroup, None] = {}  # committed groups that the plan copies out later
 
     def allow(self, allowance: Allowance) -> None:
         """See `Policy`."""
@@ -82,7 +82,7 @@ class PlannedPolicy(Policy):
             self._reactive = ResidentBudgetPolicy(self.counters, self.leaving, room, allowance.saved_bytes)
 
     def shapes(self, actions: Sequence[Action]) -> Shapes | None:
-        """Return the shapes of the chunks that `actions` run, as steps have shown them; None: not all are known."""
+        """Return the shapes that steps have shown of the chunks in `actions`; None if not all are known."""
         return self._shown(actions) if _is_whole_step(actions) else None
 
     def slots(self) -> frozenset[Slot]:
@@ -91,7 +91,6 @@ class PlannedPolicy(Policy):
 
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
         """See `Policy`."""
-        self.clear()
         self._is_whole_step = _is_whole_step(actions)
         self._has_schedule |= self._is_whole_step
         shapes = self._shown(actions) if self._is_whole_step else None
@@ -101,6 +100,9 @@ class PlannedPolicy(Policy):
         self.releases_completed = self.plan is not None or self._reactive.releases_completed
         if self.plan is None:
             self._reactive.begin(actions, is_combined)
+        else:
+            # Else the executor would go by a group that is smaller by now, and release later than the plan knows.
+            self.leaving.largest_bytes = largest_bytes(self._shapes)
 
     def clear(self) -> None:
         """See `Policy`."""
@@ -123,22 +125,21 @@ class PlannedPolicy(Policy):
         elif kind is UNKEEP and chunk is not None and group is not None:
             self._log.mark_unkept(chunk, group)
         elif kind is ITERATION_END and self._is_whole_step is self._has_schedule:
-            # Where steps have a schedule, one without is an evaluation, which saves other groups or none.
+            # If other steps have a schedule, a step without one is an evaluation, which saves other groups or none.
             self._log.learn(self._chunks.values())
         if self.plan is None:
             return self._reactive.at(kind, chunk, group)
         if chunk is None:
             return self._at_end()
-        if kind is COMMIT and group is not None:
-            return self._commit(self.plan, chunk, group)
-        if kind is BACKWARD and group is not None:
-            return self._begin_backward(self.plan, chunk, group)
-        if kind is UNKEEP and group is not None:
-            return ((OUT, group),)  # planned or not: only its keep had it stay
         if kind is HELD:
             return self._before_others(self.plan, chunk)
-        index = group.index if group is not None else len(chunk.groups) if kind is LAUNCH else -1
-        return self._moves(self.plan, Boundary(kind, chunk.key, index))
+        if group is None:
+            return self._moves(self.plan, Boundary(kind, chunk.key, len(chunk.groups) if kind is LAUNCH else -1))
+        if kind is COMMIT:
+            return self._commit(self.plan, chunk, group)
+        if kind is BACKWARD:
+            return self._begin_backward(self.plan, chunk, group)
+        return ((OUT, group),)  # UNKEEP, planned or not: only its keep had it stay
 
     def _shown(self, actions: Sequence[Action]) -> Shapes | None:
         return self._log.shapes({action.chunk.stage for action in actions})
@@ -147,14 +148,14 @@ class PlannedPolicy(Policy):
         return self._planner.plan_step(actions, shapes, self._bounds, choices=self.choices, is_combined=is_combined)
 
     def _before_others(self, plan: Plan, chunk: ChunkProgress) -> Iterator[Move]:
-        """Yield the planned moves where outside references are declared, and the copy-outs held back besides."""
+        """Yield the planned moves of a boundary HELD, then the copy-outs that are held back."""
         yield from self._moves(plan, Boundary(HELD, chunk.key, len(chunk.groups)))
         yield from self._with_held_back()
 
     def _with_held_back(self) -> Iterator[Move]:
-        for group in list(self._held_back):
+        held_back, self._held_back = self._held_back, {}
+        for group in held_back:
             yield OUT, group
-        self._held_back.clear()
 
     def _at_end(self) -> Iterator[Move]:
         yield from self._with_held_back()
@@ -169,15 +170,13 @@ class PlannedPolicy(Policy):
             if not group.is_kept:
                 yield OUT, group
             return
-        moves = plan.at(Boundary(COMMIT, chunk.key, group.index))
-        leaves_now = any(op is OUT and key.chunk == chunk.key and key.index == group.index for op, key in moves)
-        if group.may_delay and not group.is_kept and not leaves_now and plan.leaves(chunk.key, group.index):
-            # Where the link is behind, which no plan knows, compute would wait for a copy that was issued late.
-            if self.leaving.inflight_bytes + group.own_bytes > 2 * self.leaving.largest_bytes:
-                yield OUT, group
-            else:
-                self._held_back[group] = None
-        yield from self._moves(plan, Boundary(COMMIT, chunk.key, group.index))
+        if group.may_delay and not group.is_kept and plan.leaves(chunk.key, group.index):
+            self._held_back[group] = None
+        yield from self._moves(plan, Boundary(COMMIT, chunk.key, group.index))  # it may leave now
+        if group in self._held_back and self.leaving.inflight_bytes + group.own_bytes > 2 * self.leaving.largest_bytes:
+            # No plan knows that the link is behind: compute would wait for a copy that was issued late.
+            del self._held_back[group]
+            yield OUT, group
 
     def _begin_backward(self, plan: Plan, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         if chunk.key not in self._unplanned:
@@ -190,7 +189,7 @@ class PlannedPolicy(Policy):
                 yield IN, following
 
     def _moves(self, plan: Plan, boundary: Boundary) -> Iterator[Move]:
-        """Translate the planned moves of a boundary; of an unplanned chunk none are left."""
+        """Translate the planned moves of a boundary, except those of unplanned chunks."""
         for op, key in plan.at(boundary):
             chunk = self._chunks.get(key.chunk)
             if chunk is None or key.chunk in self._unplanned or key.index >= len(chunk.groups):
@@ -214,7 +213,7 @@ class PlannedPolicy(Policy):
 
 
 def _is_whole_step(actions: Sequence[Action]) -> bool:
-    """Return whether each chunk of a schedule runs forward once and then backward once: else it cannot be planned."""
+    """Return whether each chunk of a schedule runs forward once, then backward once, so that it can be planned."""
     try:
         validate_actions(actions)
     except ValueError:

@@ -23,16 +23,16 @@ class Policy:
     So a policy that yields its moves sees the effect of earlier moves in the counters and the queue. It changes only
     its own state and the positions of the chunks.
 
-    This base class keeps everything on the device and is the interface of the others.
+    This base class is the interface of the policies, and keeps everything on the device.
 
     Args:
         counters: bytes saved and resident; read only.
         leaving: copy-outs that are not released; read only.
 
     Attributes:
-        releases_completed: a completed copy-out is released at the next boundary; if False, only `must_release`
+        releases_completed: whether a completed copy-out is released at the next boundary; if False, only `must_release`
             decides.
-        choices: what becomes of each group; the executor keeps what is to be kept, so only plans need to know.
+        choices: what is chosen for each group. Only plans read it: the executor itself keeps groups chosen to be kept.
     """
 
     releases_completed: bool = True
@@ -47,7 +47,7 @@ class Policy:
         """Set what may be on the device from the next step on.
 
         Raises:
-            ValueError: if there is a bound of resident bytes: only plans have one that changes.
+            ValueError: if the allowance bounds resident bytes: only plans have a bound that can change.
         """
         if allowance.room_bytes is not None:
             raise ValueError(f"room_bytes={allowance.room_bytes:,} needs OffloadConfig(policy=Planned())")
@@ -57,23 +57,23 @@ class Policy:
         """Start an iteration.
 
         Args:
-            actions: of this rank, in order; empty: not known.
-            is_combined: each forward runs together with the next backward.
+            actions: the schedule of this rank, in order; empty: not known.
+            is_combined: whether each forward runs together with the next backward.
         """
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> Iterable[Move]:
         """Answer a boundary.
 
         Args:
-            kind: of the boundary.
-            chunk: of the boundary; None at ITERATION_END, and at HELD outside every forward.
+            kind: kind of the boundary.
+            chunk: its chunk; None at ITERATION_END, and at HELD outside every forward.
             group: the group that commits, is no longer kept, or whose backward begins; None at other boundaries, and if
-                the chunk does not have the group.
+                the chunk has no such group.
         """
         return ()
 
     def must_release(self) -> bool:
-        """Return whether compute must wait for the oldest copy-out now (back-pressure); the queue is not empty."""
+        """Return whether compute must wait for the oldest copy-out now (back-pressure). The queue is not empty."""
         return False
 
     def clear(self) -> None:

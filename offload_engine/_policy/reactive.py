@@ -28,14 +28,14 @@ from offload_engine.schedule import Action
 
 
 class Reactive(Policy):
-    """Copies each group out at its commit, and in, in the order of backward, as far ahead as the horizon allows.
+    """Copies each group out at its commit, and in as far ahead of the backward as the horizon allows.
 
     Correctness never depends on a copy-in: unpack copies in a missing storage itself, and counts it.
     """
 
     brings_only_last_layer: bool = False
-    """Whether only the last layer of a chunk is copied in before its backward begins, and after a tail a layer only
-    once the backward is one layer ahead of it."""
+    """Whether only the last layer of a chunk is copied in before its backward begins. If the forward had a tail, each
+    further layer is then copied in only once the backward is one layer ahead of it."""
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, horizon: Horizon) -> None:
         super().__init__(counters, leaving)
@@ -92,7 +92,7 @@ class Reactive(Policy):
         if group is not None:
             chunk.backward_index = min(chunk.backward_index, group.index)
             self._horizon.count_reached(group)
-            # The backward has overtaken the prefetch: all groups down to this one are late, and are issued together.
+            # The backward has overtaken the prefetch: all groups down to this one are late, so issue them together.
             while chunk.prefetch_index >= group.index:
                 late = chunk.groups[chunk.prefetch_index]
                 chunk.prefetch_index -= 1
@@ -130,9 +130,9 @@ class Reactive(Policy):
             if not self._window.has_schedule:  # the predicted backward may never come
                 return chunk.prefetch_index == len(chunk.groups) - 1
             return not self.brings_only_last_layer or chunk.is_in_last_layer(group)
-        # Memory has its peak while the last layer is used, and the bytes that the loss has just freed are for the
-        # weight gradients of the tail: copy-ins would fragment them. The groups of the layer before can be copied in
-        # during the whole backward of the last layer. A group that was not released needs no new memory.
+        # Memory peaks while the last layer is used, and the bytes that the loss has just freed are for the weight
+        # gradients of the tail: copy-ins would fragment them. The groups of the layer before can be copied in during
+        # the whole backward of the last layer. A group that was not released needs no new memory.
         return (
             not self.brings_only_last_layer
             or not group.on_host_bytes

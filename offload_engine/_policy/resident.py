@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies with a bound of resident bytes: `ResidentBudgetPolicy` and `ResidentLayersPolicy`."""
+"""Implements the policies with a bound on resident bytes: `ResidentBudgetPolicy` and `ResidentLayersPolicy`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ResidentBudgetPolicy(Reactive):
     """Keeps as many saved bytes on the device as a budget has room for.
 
     A copy-out is released only if its room is needed. Groups that will still fit when a backward begins are not copied
-    out; the bytes still to be saved are estimated from the last forward. Copying these groups would not only load the
-    link: a backward that has used one could reuse its memory only after a copy queued behind all the others. If more is
-    saved than expected, the oldest of these groups are copied out late.
+    out; the bytes still to be saved are estimated from the last forward. Copying these groups would load the link, and
+    a backward that has used one could reuse its memory only after a copy queued behind all the others. If more is saved
+    than expected, the oldest of these groups are copied out late.
     """
 
     releases_completed = False
@@ -38,7 +38,7 @@ class ResidentBudgetPolicy(Reactive):
     ) -> None:
         self._room = _Room(counters, resident_bytes)
         super().__init__(counters, leaving, self._room)
-        self._expected_bytes = expected_bytes  # saved, on device or host, when the last backward began; None: unknown
+        self._expected_bytes = expected_bytes  # saved bytes, wherever, when the last backward began; None: unknown
         self._is_in_forward = False
         self._within_budget: deque[TensorGroup] = deque()  # not copied out, within the budget; oldest first
 
@@ -60,7 +60,7 @@ class ResidentBudgetPolicy(Reactive):
             if self._is_in_forward:
                 self._expected_bytes = self.counters.saved_bytes
                 self._is_in_forward = False
-            self._within_budget.clear()  # backward needs them now: they are not copied out any more
+            self._within_budget.clear()  # backward needs them now, so they are no longer copied out
         elif kind is ITERATION_END:
             return ((DROP, left) for left in self.leaving.groups)
         return super().at(kind, chunk, group)
@@ -74,7 +74,7 @@ class ResidentBudgetPolicy(Reactive):
             yield OUT, self._within_budget.popleft()
 
     def _may_stay(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
-        """Return whether `group` fits together with all bytes still to be saved; if so, it stays for now."""
+        """Return whether `group` fits together with all bytes still to be saved; if it does, it stays for now."""
         limit = self._room.limit_bytes
         if limit is None or self._expected_bytes is None:
             return False
@@ -85,18 +85,18 @@ class ResidentBudgetPolicy(Reactive):
         is_next = self._window.is_next(chunk)
         staying_bytes = counters.resident_bytes - self.leaving.inflight_bytes if is_next else counters.saved_bytes
         fits = staying_bytes + to_come_bytes + self.leaving.largest_bytes <= limit
-        if not fits and not self._within_budget:  # otherwise an older one is copied out, which is needed later
+        if not fits and not self._within_budget:  # otherwise an older group, needed later, is copied out instead
             return False
         self._within_budget.append(group)
         return True
 
 
 class ResidentLayersPolicy(ResidentBudgetPolicy):
-    """A budget of `num_layers` times the bytes of the largest layer so far.
+    """Has a budget of `num_layers` times the bytes of the largest layer so far.
 
     Bytes that a layer shares with an earlier layer, such as its input, are added on top: without them there would be no
-    room for a second layer. Until a first layer is over everything leaves as soon as it can: kept groups of that layer
-    would be spread over memory that stays reserved.
+    room for a second layer. Until the first layer ends, everything leaves as soon as it can: kept groups of that layer
+    would be scattered over memory that stays reserved.
     """
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, num_layers: int) -> None:
@@ -104,7 +104,7 @@ class ResidentLayersPolicy(ResidentBudgetPolicy):
         self.releases_completed = True
         self._num_layers = num_layers
         self._layer: tuple[ChunkKey, int] | None = None  # layer of the last group
-        self._own_bytes = self._foreign_bytes = 0  # of that layer so far
+        self._own_bytes = self._foreign_bytes = 0  # in that layer so far
         self._largest_own_bytes = self._largest_foreign_bytes = 0
 
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -142,7 +142,7 @@ class ResidentLayersPolicy(ResidentBudgetPolicy):
 
 
 class _Room(Horizon):
-    """The room left in a budget, which also bounds how far copy-ins may run ahead.
+    """Computes the room left in a budget, which also bounds how far copy-ins may run ahead.
 
     Attributes:
         limit_bytes: bytes that may be resident; None: not known yet.

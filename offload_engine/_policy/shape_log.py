@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ShapeLog`: the shapes of chunks, as the steps before have shown them."""
+"""`ShapeLog`: learns the shapes of chunks from the steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ kept."""
 
 
 class ShapeLog:
-    """Learns one shape for each virtual stage. Bytes only grow, so that routing soon makes no new plans."""
+    """Learns one shape for each virtual stage. Bytes only grow, so that routing soon causes no more new plans."""
 
     def __init__(self) -> None:
         self._shapes: dict[int, ChunkShape | None] = {}  # None: its chunks differ in more than bytes
@@ -29,7 +29,7 @@ class ShapeLog:
         self._unkept: dict[TensorGroup, int] = {}
 
     def shapes(self, stages: set[int]) -> Shapes | None:
-        """Return the shapes of these virtual stages; None while one is not known, or has none."""
+        """Return the shapes of these virtual stages; None if one of them is not known yet, or has none."""
         if stages != set(range(len(stages))):
             return None
         shapes = [self._shapes.get(stage) for stage in sorted(stages)]
@@ -42,7 +42,7 @@ class ShapeLog:
         return frozenset([slot for stage, shape in known for slot in slots_of(stage, shape.groups)])
 
     def mark(self, kind: BoundaryKind, chunk: ChunkProgress) -> None:
-        """Record at how many groups of a forward a TAIL, LAUNCH or HELD has come; other boundaries are ignored."""
+        """Record after how many groups of a forward a TAIL, LAUNCH or HELD comes; ignore other boundaries."""
         if kind is TAIL:
             self._tails[chunk.key] = len(chunk.groups)
         elif kind is LAUNCH:
@@ -62,7 +62,6 @@ class ShapeLog:
         for stage, shapes in seen.items():
             known = self._shapes.get(stage)
             self._shapes[stage] = _joined(shapes if known is None else [known, *shapes]) or _joined(shapes)
-        self.clear()
 
     def clear(self) -> None:
         """Forget the running step."""
@@ -93,7 +92,8 @@ class ShapeLog:
 
 
 def _joined(shapes: list[ChunkShape]) -> ChunkShape | None:
-    """Return the shape that covers all of `shapes`; None where they differ in more than bytes."""
+    """Return the shape that covers all of `shapes`; None if they differ in more than bytes."""
+
     first = shapes[0]
     groups = []
     for same in zip(*(shape.groups for shape in shapes)):  # noqa: B905  (their numbers are compared below)

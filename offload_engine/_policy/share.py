@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LeavingShare`: how much of what each chunk saves may leave, in the order of its forward; the rest stays."""
+"""`LeavingShare`: limits how much of what each chunk saves may leave, in the order of its forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from offload_engine.schedule import Action, ChunkKey, count_alive
 
 
 class LeavingShare:
-    """Decides for each group that commits whether it is beyond the share that leaves.
+    """Decides for each group that commits whether it is beyond the share that may leave.
 
-    What a chunk saves is known from the step before, so in a first step all may leave. The groups that stay are the
-    last of each chunk: those before them are away for longer. It outlives executors, as `Keeping`.
+    The bytes that a chunk saves are known from the step before, so in the first step all may leave. The last groups of
+    each chunk stay, because the others can be away for longer. Like `Keeping`, this object outlives executors.
 
     Args:
         fraction: share of a chunk's bytes that may leave, from 0 to 1.
@@ -24,8 +24,8 @@ class LeavingShare:
     def __init__(self, fraction: float, kept_bytes: int) -> None:
         self._fraction = fraction
         self._kept_bytes = kept_bytes
-        self._saved: dict[int, int] = {}  # by virtual stage: what a chunk of the step before has saved, at most
-        self._so_far: dict[ChunkKey, int] = {}  # what chunks of the running step have saved
+        self._saved: dict[int, int] = {}  # by virtual stage: the most bytes that a chunk of the step before saved
+        self._so_far: dict[ChunkKey, int] = {}  # bytes that chunks of the running step have saved
         self._num_waiting: int = 1
 
     def begin(self, actions: Sequence[Action]) -> None:
@@ -38,7 +38,7 @@ class LeavingShare:
         self._num_waiting = max(count_alive(actions), default=1)
 
     def clear(self) -> None:
-        """Forget the running step, as after an exception."""
+        """Forget the running step, for instance after an exception."""
         self._so_far = {}
 
     def stays(self, group: TensorGroup) -> bool:
@@ -53,10 +53,10 @@ class LeavingShare:
 
 
 def leaving_bytes(saved_bytes: int, fraction: float, kept_bytes: int, num_waiting: int) -> float:
-    """Return how much of what a chunk saves may leave, where so many chunks wait for their backward at once."""
+    """Return how many of a chunk's saved bytes may leave, if `num_waiting` chunks wait for their backward at once."""
     return min(fraction * saved_bytes, float(saved_bytes - kept_bytes // num_waiting))
 
 
 def share_of(config: OffloadConfig) -> LeavingShare | None:
-    """Return the share that a configuration asks for; None: all may leave."""
+    """Return the share that a configuration asks for; None if all may leave."""
     return LeavingShare(config.fraction, config.kept_bytes) if config.keeps_a_share else None

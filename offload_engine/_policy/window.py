@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BackwardWindow`: the chunks whose groups may be copied in now, in the order of backward."""
+"""`BackwardWindow`: lists the chunks whose groups may be copied in now, in the order of backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BackwardWindow:
 
     Attributes:
         backward_chunk: the chunk whose backward began last; None once a forward has begun since.
-        has_schedule: the actions of this iteration are known.
+        has_schedule: whether the actions of this iteration are known.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class BackwardWindow:
             return
         chunk.end_forward()
         if self._is_combined and self.backward_chunk is not None:
-            for other in self._chunks.values():  # a forward is combined with one backward; this is the next one
+            for other in self._chunks.values():  # the forward was combined with the backward before this one
                 other.end_forward()
         self.backward_chunk = chunk
         self._chunks.pop(chunk.key, None)
@@ -84,7 +84,7 @@ class BackwardWindow:
         return None
 
     def is_next(self, chunk: ChunkProgress) -> bool:
-        """Return whether nothing comes between the forward of `chunk`, which runs, and its backward."""
+        """Return whether the backward of `chunk`, whose forward runs, follows at once."""
         if not self.has_schedule:
             return True
         position = self._positions.get(Action("F", chunk.key), len(self._actions)) + 1

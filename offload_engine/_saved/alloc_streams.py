@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AllocStreams`: the allocating streams of tensors that another stream saves."""
+"""`AllocStreams`: remembers which stream allocated a tensor that another stream saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class AllocStreams:
         self.streams: dict[object, tuple[StorageWeakRef, Stream]] = {}
 
     def declare(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Record that the bytes of `tensor` return to the memory pool of `stream`, whichever stream saves them."""
+        """Record that the bytes of `tensor` belong to the memory pool of `stream`, whichever stream saves them."""
+
         storage = tensor.untyped_storage()
         self.streams[storage._cdata] = StorageWeakRef(storage), stream
 

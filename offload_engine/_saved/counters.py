@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ByteCounters`: counts saved bytes, and those of them that are on the device."""
+"""`ByteCounters`: counts saved bytes, in total and on the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ByteCounters:
         meter: counts every buffer, saved by a group or not.
 
     Attributes:
-        is_metered: there is a meter; without one `hold` need not be called.
-        stats: of the running iteration, or of the last one.
-        saved_bytes: of storages that a group saved and a handle holds, wherever they are.
+        is_metered: whether there is a meter; without one `hold` need not be called.
+        stats: counters of the running iteration, or of the last one.
+        saved_bytes: bytes of storages that a group saved and a handle holds, wherever they are.
         resident_bytes: those of `saved_bytes` with a buffer on the device, also one for a copy-in.
-        prefetched_bytes: of copy-ins that are issued and not used yet.
+        prefetched_bytes: bytes of copy-ins that are issued and not awaited yet.
     """
 
     def __init__(self, meter: ResidencyMeter | None) -> None:
@@ -35,7 +35,7 @@ class ByteCounters:
         self.stats = IterationStats(peak_resident_bytes=self.resident_bytes)
 
     def clear(self) -> None:
-        """Forget all storages. The statistics stay."""
+        """Forget all storages, but not the statistics."""
         self.saved_bytes = self.resident_bytes = self.prefetched_bytes = 0
 
     def count_managed(self, nbytes: int) -> None:
@@ -49,7 +49,7 @@ class ByteCounters:
             stats.peak_resident_bytes = self.resident_bytes
 
     def count_arrival(self, nbytes: int) -> None:
-        """Count `nbytes` that got a buffer on the device again."""
+        """Count `nbytes` that have a buffer on the device again."""
         self.resident_bytes += nbytes
         if self.resident_bytes > self.stats.peak_resident_bytes:
             self.stats.peak_resident_bytes = self.resident_bytes
@@ -65,11 +65,12 @@ class ByteCounters:
         if self._meter is not None:
             for saved in storages:
                 assert saved.buffer is not None
-                self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
+                key = saved.metered = saved.buffer.untyped_storage()._cdata
+                self._meter.hold(key, saved.nbytes)
 
-    def drop(self, saved: SavedStorage) -> None:
-        """Stop counting the buffer of a storage; call it before the buffer is released."""
+    def count_release(self, saved: SavedStorage) -> None:
+        """Count the release of a storage's buffer; call it before the release."""
         if not saved.group.is_ungrouped:
             self.resident_bytes -= saved.nbytes
         if self._meter is not None and saved.buffer is not None:
-            self._meter.drop(saved.buffer.untyped_storage()._cdata)
+            self._meter.drop(saved.metered)

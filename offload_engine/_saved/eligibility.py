@@ -29,7 +29,7 @@ class Eligibility:
     Args:
         torch_device: only tensors on this device move.
         min_tensor_bytes: smaller storages stay.
-        lasting: storages that are excluded for good; the caller keeps them when it begins new books. None: none yet.
+        lasting: storages that are excluded for good, owned by the caller, which keeps them over resets. None: none yet.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Eligibility:
         """Exclude the storage of `tensor` from moves in this iteration.
 
         Args:
-            tensor: or a view of it; for good, also one made of others.
-            for_good: in all iterations, by the identity of the storage, also while it has no bytes.
+            tensor: any view of the storage; with `for_good`, also a wrapper made of other tensors.
+            for_good: exclude it in all iterations, by the identity of the storage, also while it has no bytes.
         """
         if for_good:
             self._exclude_for_good(tensor)
@@ -69,7 +69,7 @@ class Eligibility:
         storage = tensor.untyped_storage()
         # The weak reference keeps the address from being reused, without keeping the bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
-        # Prune, because an iteration may never end: if each step runs its forward before the previous backward.
+        # Prune, because an iteration may never end, as when each step runs its forward before the previous backward.
         if len(self._excluded) >= self._prune_at:
             self._excluded = {key: weak for key, weak in self._excluded.items() if not weak.expired()}
             self._prune_at = max(_MIN_PRUNED, 2 * len(self._excluded))
@@ -81,7 +81,7 @@ class Eligibility:
                 self._lasting[storage._cdata] = self._excluded[storage._cdata] = StorageWeakRef(storage)
 
     def read_movable(self, tensor: torch.Tensor) -> Reads | None:
-        """Return what the engine needs to know of `tensor` if the bytes of its storage may move, else None."""
+        """Return the facts that the engine needs of `tensor` if the bytes of its storage may move, else None."""
         # A view of a parameter is not plain, whatever its storage: FSDP gathers weights into new ones.
         found: Reads | None = _read_plain(tensor, self._torch_device, self._min_storage_bytes)
         if (
@@ -94,12 +94,12 @@ class Eligibility:
         return found
 
     def reason_to_stay(self, tensor: torch.Tensor) -> Reason | None:
-        """Return why `read_movable` is None for a tensor: slow, for recordings."""
+        """Return why `read_movable` returns None for a tensor. Slow; for recordings."""
         return reason_to_stay(tensor, self._torch_device, self._min_storage_bytes, self._weights, self._excluded)
 
     def staying(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what autograd keeps for a tensor that stays: a view of a weight as is, any other tensor detached."""
-        if tensor.is_leaf:  # most are: parameters, and what a function computed for its backward alone
+        if tensor.is_leaf:  # most are: parameters, and tensors that a function computed only for its backward
             return tensor
         if type(tensor) is _TENSOR and tensor.layout is _STRIDED and not tensor._is_zerotensor():
             if tensor.untyped_storage().data_ptr() in self._weights:

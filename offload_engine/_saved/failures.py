@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CopyFailures`: failures of copies and interrupts, until they are raised."""
+"""`CopyFailures`: keeps failed copies and interrupts until they can be raised."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from offload_engine._saved.storage import SavedStorage
 
 
 class CopyFailures:
-    """Keeps what could not be raised where it came up: in a destructor, whose exceptions Python drops.
+    """Keeps errors that could not be raised where they occurred: Python ignores exceptions in destructors.
 
     Attributes:
         has_failed: a copy has failed, or an interrupt has come; saved tensors may be incomplete until the next reset.
-        is_torn: an interrupt has come in the middle of an operation. What is known of storages and copies may be wrong,
+        is_torn: an interrupt has ended an operation before it was done. The books of storages and copies may be wrong,
             so nothing is retired any more; the reset makes new books.
     """
 
@@ -30,11 +30,11 @@ class CopyFailures:
         )
 
     def defer(self, error: CopyError, saved: SavedStorage) -> None:
-        """Keep the first failure that cannot be raised, as in a destructor, for `raise_deferred`."""
+        """Defer a failure that cannot be raised, as in a destructor, to `raise_deferred`; the first one is kept."""
         self._deferred = self._deferred or self.failed(error, "copy", saved)
 
     def note(self, error: BaseException | None) -> None:
-        """Note that `error` ended an operation: an interrupt may have come between any two lines of it."""
+        """Note that `error` ended an operation, which is torn if `error` is an interrupt."""
         if error is not None and not isinstance(error, Exception):
             self.tear()
 
@@ -43,15 +43,15 @@ class CopyFailures:
         self.is_torn = self.has_failed = True
 
     def defer_interrupt(self, interrupt: BaseException) -> None:
-        """Keep an interrupt of a destructor for `raise_deferred`."""
+        """Defer an interrupt that came in a destructor to `raise_deferred`."""
         self.note(interrupt)
         self._deferred = interrupt.with_traceback(None)  # its frames would keep the step's graph alive
 
     def raise_deferred(self) -> None:
-        """Raise what was deferred, if anything.
+        """Raise a deferred failure or interrupt, if there is one.
 
         Raises:
-            CopyError: names the group.
+            CopyError: if a copy failed; names the group.
             KeyboardInterrupt: if it came in a destructor.
         """
         if self._deferred is None:

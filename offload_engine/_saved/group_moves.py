@@ -12,7 +12,7 @@ from offload_engine._saved.transfers import TransferContext, record_produced
 
 
 class GroupMoves:
-    """Moves the storages of a group together, for the executor, which holds the lock of `RetireQueue` meanwhile.
+    """Moves the storages of a group together, for the executor, which holds the lock of `RetireQueue`.
 
     Args:
         mover: moves storages.
@@ -24,7 +24,7 @@ class GroupMoves:
         self._context = context
 
     def record_produced(self, group: TensorGroup) -> list[Event]:
-        """Record, for a copy-out that is issued later, events after all work of `group` queued so far."""
+        """Record events after all work of `group` queued so far, for a copy-out that is issued later."""
         storages = list(group.storages)
         for saved in storages:
             saved.is_leaving = True
@@ -35,7 +35,7 @@ class GroupMoves:
 
         Args:
             group: only its own storages are copied.
-            produced: events of `record_produced` when the group committed; None: it commits now.
+            produced: events that `record_produced` returned when the group committed; None: it commits now.
 
         Raises:
             OffloadError: if the host tier has no room and `host_policy` is "error".

@@ -19,7 +19,7 @@ _neg_view: Final[Any] = torch_private.neg_view
 class PackedTensor:
     """Stands for one saved tensor inside autograd: a view of a `SavedStorage`, with everything to rebuild it exactly.
 
-    Owned by autograd. The bytes of a storage are freed with its last handle, that is, with the graph: so retained
+    Owned by autograd. The bytes of a storage are released with its last handle, that is, with the graph: so retained
     graphs, unused branches and abandoned graphs need no special handling.
     """
 
@@ -56,7 +56,7 @@ class PackedTensor:
         return tensor
 
     def lazily(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `view` has made as it was saved: conjugated, negated, or both."""
+        """Return a result of `view` in the form that was saved: conjugated, negated, or both."""
         if self._is_conj:
             tensor = tensor.conj()
         return _neg_view(tensor) if self._is_neg else tensor
@@ -90,7 +90,7 @@ class StayingTensor:
         """Return the tensor.
 
         Raises:
-            RuntimeError: if it was modified in place after it was saved, as autograd itself would.
+            RuntimeError: as autograd itself, if it was modified in place after it was saved.
         """
         if self._tensor._version != self._version:
             raise RuntimeError(

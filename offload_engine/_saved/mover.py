@@ -31,9 +31,9 @@ from offload_engine._saved.transfers import (
     await_copy_in,
     copy_in,
     copy_out,
-    drop_buffer,
     empty_buffer,
     hand_over_buffer,
+    release_buffer,
     wait_for_last_copy,
 )
 from offload_engine.errors import OffloadError
@@ -66,8 +66,8 @@ class StorageMover:
 
     Attributes:
         live: storages with a handle left.
-        by_key: storages that may be saved once more, by address, as long as a tensor with that address may exist. The
-            store adds them.
+        by_key: storages that may be saved again, by address, as long as a tensor with that address may exist. The store
+            adds them.
         failures: copies that failed.
     """
 
@@ -118,7 +118,7 @@ class StorageMover:
         return CopyOut(group, storages, nbytes, copied_out)
 
     def release(self, storages: list[SavedStorage]) -> None:
-        """Release the device bytes of storages copied out together, except those recalled, modified or retired since.
+        """Release the device bytes of storages copied out together, unless recalled, modified or retired since.
 
         Raises:
             CopyError: if the copy-out failed; names the group.
@@ -127,18 +127,18 @@ class StorageMover:
         if self._context.recorder is not None:
             self._note_modified(storages)
         self._wait_for_copy_out(leaving)
-        self.leave_device(leaving)
+        self.release_or_empty(leaving)
 
-    def leave_device(self, storages: list[SavedStorage]) -> None:
+    def release_or_empty(self, storages: list[SavedStorage]) -> None:
         """Release or empty buffers whose copy-out is complete; recall those that undeclared references hold."""
         for saved in storages:
             if saved.num_external_refs is None:
                 if not saved.pin_address() and saved.has_address:
                     self._forget_address(saved)
-                self.counters.drop(saved)
-                drop_buffer(saved, self._context)
+                self.counters.count_release(saved)
+                release_buffer(saved, self._context)
             elif saved.may_be_emptied():
-                self.counters.drop(saved)
+                self.counters.count_release(saved)
                 empty_buffer(saved, self._context)
                 self.counters.stats.num_emptied_storages += 1
             else:
@@ -149,8 +149,8 @@ class StorageMover:
         self._move([saved for saved in storages if saved.residency is COPYING_OUT], ON_HOST)
 
     def recall(self, saved: SavedStorage) -> None:
-        """Let a storage that is being copied out stay on the device."""
-        # Its copy-out still reads the buffer: `pending` stays set until the buffer is released.
+        """Keep a storage that is being copied out on the device."""
+        # Its copy-out still reads the buffer, so `pending` stays set until the buffer is released.
         self._move([saved], RESIDENT)
         if not saved.group.is_read_once:
             return_region(saved, saved.copied_out)
@@ -187,21 +187,21 @@ class StorageMover:
         self._move(arrived, RESIDENT)
 
     def hand_over(self, saved: SavedStorage) -> None:
-        """Leave the buffer to the tensor just made from it, and count the storage as on host.
+        """Hand the buffer over to the tensor just made from it, and count the storage as on host.
 
         Raises:
             CopyError: if the copy-out of a recalled storage failed.
         """
-        # Only a recalled storage has one, issued before the first run of the function that is about to be recomputed.
+        # Only a recalled storage has a copy-out: issued before the first run of the function to be recomputed now.
         self._wait_for_copy_out([saved])
         if saved.copied_in is None:  # the buffer is the one saved in forward
             saved.pin_address()
-        self.counters.drop(saved)
+        self.counters.count_release(saved)
         hand_over_buffer(saved)
         self._move([saved], ON_HOST)
 
     def hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
-        """Undo the release of a buffer whose bytes an outside reference, `holder`, has kept on the device."""
+        """Undo the release of a buffer whose bytes an outside reference, `holder`, kept on the device."""
         saved.buffer, saved.storage, saved.spec = holder.detach(), holder.untyped_storage(), None
         saved.is_as_saved = False
         self.counters.hold([saved])
@@ -209,11 +209,11 @@ class StorageMover:
         self._move([saved], COPYING_OUT)
 
     def restore(self, saved: SavedStorage) -> None:
-        """Refill an emptied storage for its remaining owners: its graph was freed without a backward."""
+        """Refill an emptied storage for its remaining holders, because its graph was freed without a backward."""
         try:
             self.copy_in([saved])
         except torch.OutOfMemoryError as error:  # for instance while the step ends with such an error
-            logger.warning("no memory to restore a tensor that is held elsewhere, of %s: %s", saved.group, error)
+            logger.warning("no memory to refill a tensor of %s that is held elsewhere: %s", saved.group, error)
 
     def retire(self, saved: SavedStorage) -> None:
         """Release all memory of `saved`. No-op for a retired storage."""
@@ -226,8 +226,8 @@ class StorageMover:
         if saved.residency is COPYING_IN:
             self._end_prefetch([saved])
         if saved.buffer is not None:
-            self.counters.drop(saved)
-            drop_buffer(saved, self._context)
+            self.counters.count_release(saved)
+            release_buffer(saved, self._context)
         if saved.lease is not None:
             return_region(saved, saved.copied_out)
         self._move([saved], RETIRED)
@@ -254,7 +254,7 @@ class StorageMover:
         recorder = self._context.recorder
         if recorder is not None:
             for saved in storages:
-                if saved.copied_in is not None:  # by an earlier backward that shares it; what was saved is gone
+                if saved.copied_in is not None:  # for an earlier backward; `buffer` is not what was saved
                     continue
                 if saved.residency in (RESIDENT, COPYING_OUT) and saved.is_modified():
                     recorder.note_storage_stays(saved, Reason.MODIFIED)
@@ -275,7 +275,7 @@ class StorageMover:
         for saved in storages:
             self.counters.prefetched_bytes -= saved.nbytes
         if storages:  # copied in together
-            self._unawaited.discard(storages[0].copied_in)
+            self._unawaited.forget(storages[0].copied_in)
 
     def _forget_address(self, saved: SavedStorage) -> None:
         saved.has_address = False
@@ -292,7 +292,7 @@ class StorageMover:
         try:
             wait_for_last_copy([saved], self._context)
         except CopyError as error:
-            # The bytes are no longer needed, and a failed copy does not touch them any more. But this may run inside a
+            # The bytes are no longer needed, and a failed copy no longer touches them. But this may run inside a
             # destructor, which cannot raise: the next boundary does.
             self.failures.defer(error, saved)
             saved.pending = saved.copied_out = None
@@ -302,7 +302,7 @@ def return_region(saved: SavedStorage, last_copy: Event | None) -> None:
     """Return the host bytes of a storage to the pool; they may be reused once `last_copy` has completed."""
     lease, saved.lease = saved.lease, None
     assert lease is not None
-    lease.give_up_part(last_copy)
+    lease.return_parts(last_copy)
 
 
 def _return_regions(storages: list[SavedStorage], last_copy: Event) -> None:
@@ -317,12 +317,12 @@ def _return_regions(storages: list[SavedStorage], last_copy: Event) -> None:
             continue
         saved.lease = None
         if lease is not returned and returned is not None:
-            returned.give_up_part(last_copy, num_parts)
+            returned.return_parts(last_copy, num_parts)
             num_parts = 0
         returned = lease
         num_parts += 1
     if returned is not None:
-        returned.give_up_part(last_copy, num_parts)
+        returned.return_parts(last_copy, num_parts)
 
 
 def _movable(group: TensorGroup) -> tuple[list[SavedStorage], int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places: which bytes of a storage a tensor has."""
+"""Compares places: which bytes of a storage a tensor has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from offload_engine._devices.regions import TensorSpec as Place
 
 
 def covers(saved: Place, other: Place) -> bool:
-    """Return whether a save of the bytes at `saved` is one of those at `other` as well.
+    """Return whether a save of the bytes at `saved` also saves those at `other`.
 
-    Either each byte at `other` is also at `saved`, or both have gaps and lie within each other, as the parts of a split
-    along an inner dimension do: one kernel has written all of them before the first was saved. Slices that follow one
-    another may be written one by one, each between the saves of others.
+    Either `saved` has each byte of `other`, or both have gaps and are interleaved, like the parts of a split along an
+    inner dimension: one kernel wrote all of these before the first was saved. Consecutive slices, by contrast, may be
+    written one by one, each between the saves of others.
     """
     if saved == other or 0 in other[1]:
         return True
@@ -23,9 +23,10 @@ def covers(saved: Place, other: Place) -> bool:
 
 
 def overlaps(first: Place, second: Place) -> bool:
-    """Return whether two places have a byte in common. May be True although they have none, if both have gaps.
+    """Return whether two places have a byte in common.
 
-    It is exact for the parts of a split along any dimension.
+    Exact for the parts of a split along any dimension. For other places with gaps, it may be True although they have
+    none.
     """
     if 0 in first[1] or 0 in second[1]:
         return False
@@ -45,10 +46,7 @@ def _are_apart(first: Place, second: Place, row: int) -> bool:
 
 
 def _columns(place: Place, row: int) -> tuple[int, int] | None:
-    """Return the first and the last column of a place, and None if it is no range of columns.
-
-    As `_span`, in bytes.
-    """
+    """Return the first column of a place and the one after its last, in bytes; None if it is no range of columns."""
     offset, shape, strides, dtype = place
     begin: int = offset * dtype.itemsize % row
     inner = [(size, stride) for size, stride in zip(shape, strides) if stride * dtype.itemsize % row]  # noqa: B905
@@ -57,13 +55,13 @@ def _columns(place: Place, row: int) -> tuple[int, int] | None:
 
 
 def _steps(place: Place) -> list[int]:
-    """Return the strides of a place in bytes, of dimensions that have several elements."""
+    """Return the strides, in bytes, of the dimensions that have several elements."""
     _, shape, strides, dtype = place
     return [stride * dtype.itemsize for size, stride in zip(shape, strides) if size > 1 and stride]  # noqa: B905
 
 
 def _span(place: Place) -> tuple[int, int]:
-    """Return the first byte of a place, and the one behind its last."""
+    """Return the first byte of a place, and the one after its last."""
     offset, shape, strides, dtype = place
     last: int = offset
     for size, stride in zip(shape, strides):  # noqa: B905  (as many by construction)
@@ -74,12 +72,12 @@ def _span(place: Place) -> tuple[int, int]:
 def _is_dense(place: Place) -> bool:
     """Return whether a place has all bytes of its span."""
     _, shape, strides, _ = place
-    dense = 1  # number of elements in a row that the dimensions so far have
+    dense = 1  # number of contiguous elements that the dimensions so far cover
     for stride, size in sorted(zip(strides, shape)):  # noqa: B905
         if size == 0 or stride > dense:
             return False
         if size > 1 and stride == dense:
             dense *= size
         elif size > 1 and stride > 0:
-            return False  # elements overlap: seldom, and not easy to tell
+            return False  # elements overlap, which is rare and hard to analyze
     return True

@@ -15,26 +15,27 @@ from offload_engine._saved.storage import SavedStorage
 
 
 class RetireQueue:
-    """Defers retirement: a storage whose last handle goes during an operation of the store is retired after it.
+    """Defers retirement: a storage whose last handle is dropped during an operation of the store is retired after it.
 
     The last handle may be dropped at any time: the garbage collector frees graphs in cycles, in the middle of an
     operation and in any thread. So an operation of the store runs under `with queue, queue.lock`: nothing is retired
-    inside `lock`, and entering and leaving the queue call `drain`.
+    inside `lock`, and entry to and exit from the queue call `drain`.
 
-    Nothing is retired in a thread that copies, where the collector may run as well: retiring waits for a copy in
-    flight, and the thread might wait for itself. The next operation that ends in another thread does it.
+    Nothing is retired in a thread that copies, where the collector may run as well: retirement waits for a copy in
+    flight, so the thread might wait for itself. The next operation that ends in another thread retires instead.
 
-    An interrupt may end an operation between any two lines. Nothing is undone then: it is noted, nothing is retired any
-    more, and the reset makes new books, with a new queue and a new lock. Other threads go on until then, so operations
-    use `with lock`: with separate calls, an interrupt between two lines could leave the lock held.
+    An interrupt may end an operation between any two lines. It is then noted, nothing is undone or retired any more,
+    and the reset makes new books, with a new queue and a new lock. Other threads continue until then, so operations use
+    `with lock`: with separate calls, an interrupt between two lines could leave the lock held.
 
-    Python drops what a destructor raises, and an interrupt may come in the destructor of a handle: in a backward that
-    runs in the main thread, these are often the first lines of Python for a long time. The next boundary raises it.
+    Python ignores an exception raised in a destructor, and an interrupt may come in the destructor of a handle: in a
+    backward that runs in the main thread, that is often the first Python code for a long time. The next boundary raises
+    the interrupt.
 
     Args:
         is_copy_thread: returns True in a thread that copies.
         retire: releases all memory of a storage; never called while an operation holds `lock`.
-        failures: told of interrupts.
+        failures: records interrupts.
 
     Attributes:
         lock: held during an operation.
@@ -66,17 +67,17 @@ class RetireQueue:
     def retire(self, saved: SavedStorage) -> None:
         """Retire a storage whose last handle was dropped, now or with the next operation; for destructors."""
         self.dropped.append(saved)
-        if saved.buffer is not None or saved.emptied is not None:  # else the next operation retires it, with others
+        if saved.buffer is not None or saved.emptied is not None:  # otherwise it can wait for the next operation
             self.drain()
 
     def defer_interrupt(self, error: BaseException) -> None:
-        """Keep an interrupt that came in a destructor for the next boundary; raise any other error."""
+        """Defer an interrupt that came in a destructor to the next boundary; raise any other error."""
         if isinstance(error, Exception):
             raise error
         self._failures.defer_interrupt(error)
 
     def drain(self) -> None:
-        """Retire the dropped storages, unless an operation is running, which drains at its end, or has been torn."""
+        """Retire the dropped storages. No-op during an operation, which drains at its end, and after a torn one."""
         if self._failures.is_torn:
             return
         try:
@@ -88,18 +89,18 @@ class RetireQueue:
             raise
 
     def check(self, live: Iterable[SavedStorage]) -> None:
-        """Look for storages among `live` whose handles are gone although no destructor has said so.
+        """Check that no storage among `live` has lost handles that never reported their destruction.
 
         Raises:
-            KeyboardInterrupt: if there are: it came in the first lines of a destructor, or between its last ones.
+            KeyboardInterrupt: if one has: an interrupt ended a destructor before it was done.
         """
-        if self._failures.is_torn:  # the interrupt was raised
+        if self._failures.is_torn:  # the interrupt was already raised
             return
         self.drain()
         with self, self.lock:
             is_lost = any([saved.has_lost_handles() and saved not in self.dropped for saved in live])
         if is_lost:
-            interrupt = KeyboardInterrupt("it came while a saved tensor was freed, where Python drops it")
+            interrupt = KeyboardInterrupt("it came while a saved tensor was freed, where Python ignores it")
             self._failures.note(interrupt)
             raise interrupt
 

@@ -36,7 +36,7 @@ class Residency(enum.Enum):
     COPYING_IN = "copying in"
     """A copy-in is issued; the compute stream has not waited for it."""
     RETIRED = "retired"
-    """No handle is left, and the bytes are released."""
+    """Without handles; the bytes are released."""
 
     following: tuple[Residency, ...]
 
@@ -49,7 +49,7 @@ COPYING_IN: Final = Residency.COPYING_IN
 RETIRED: Final = Residency.RETIRED
 
 # The table of legal transitions. (Not a dictionary, because hashing an enum member is a Python call.)
-RESIDENT.following = (COPYING_OUT, ON_HOST, RETIRED)  # ON_HOST: handed over to the tensor that is read once
+RESIDENT.following = (COPYING_OUT, ON_HOST, RETIRED)  # ON_HOST: its buffer was handed over to a tensor read once
 COPYING_OUT.following = (ON_HOST, RESIDENT, RETIRED)  # RESIDENT: recalled
 ON_HOST.following = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outside reference still has the bytes
 COPYING_IN.following = (RESIDENT, RETIRED)
@@ -102,7 +102,7 @@ class SavedStorage:
     """One storage that autograd needs again: the unit that is copied once, however many tensors and groups saved it.
 
     `buffer` is a detached alias of the saved tensor, or the target of a copy-in. It keeps the storage alive, but no
-    autograd graph. `storage` is that of a saved tensor as Python's own object, whose making takes as long as a read.
+    autograd graph. `storage` is the Python object of a saved tensor's storage, kept because it is slow to make.
     """
 
     __slots__ = (
@@ -113,6 +113,7 @@ class SavedStorage:
         "spec",
         "residency",
         "buffer",
+        "metered",
         "storage",
         "stream",
         "readers",
@@ -140,12 +141,13 @@ class SavedStorage:
 
     def __init__(self, tensor: torch.Tensor, found: Reads, group: TensorGroup, stream: Stream) -> None:
         self.key: object = found[1]  # an int, but one that compiled code need not convert for each look-up
-        self.has_address: bool = True  # it may be found by its key, if no other storage was saved under the key since
+        self.has_address: bool = True  # can be found by its key, unless another storage was saved under the key since
         self.version: int = found[4]
         self.nbytes: int = found[2]
         self.spec: TensorSpec | None = None  # of the first tensor saved and of `buffer`; only if it covers all bytes
         self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
+        self.metered: int = 0  # the key of `buffer` on a meter: a backward may give the tensor another storage
         self.storage: torch.UntypedStorage | None = found[0]  # of `buffer`, unless that was copied in
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
         self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer
@@ -155,28 +157,28 @@ class SavedStorage:
         self.ready_on: Stream = None  # the stream that waited for `copied_in` last
         self.lease: GroupLease | None = None
         self.region: HostRegion | None = None  # its part of the lease
-        self.handles: dict[int, Place] = {}  # of those that autograd holds, by their `id`
-        # As `buffer`, for the handles of all tensors but the first, which may have version counters of their own.
+        self.handles: dict[int, Place] = {}  # those that autograd holds, by their `id`
+        # Like `buffer`, for the handles of all tensors but the first, which may have version counters of their own.
         self.aliases: dict[int, torch.Tensor] | None = None
         self.is_as_saved: bool = True  # until it is copied in, `buffer` has the form of the first tensor saved
-        self.arrived_version: int = 0  # of a copied-in buffer, before anybody had it
-        # Tensors that were unpacked over parts of a copied-in buffer: each tells whether its place was written since.
+        self.arrived_version: int = 0  # version of a copied-in buffer before its first reader
+        # Tensors unpacked over parts of a copied-in buffer. Their version counters show writes into these parts.
         self.views: list[tuple[Place, torch.Tensor]] | None = None
         self.group: TensorGroup = group  # the first group that saved it, which copies it out; or the ungrouped one
         self.sharers: tuple[TensorGroup, ...] = ()  # other groups that saved it
-        self.is_leaving: bool = False  # its copy-out is issued or delayed, and may lack later writes
+        self.is_leaving: bool = False  # its copy-out is issued or delayed, and may miss later writes
         self.is_recalled: bool = False  # its copy-out was issued, but the buffer was not released
         self.num_external_refs: int | None = None  # outside references not read before backward; None: none declared
-        self.emptied: torch.UntypedStorage | None = None  # their storage, without bytes while those are on host
-        self.alloc_stream: Stream = None  # another stream, whose pool the bytes may have come from
+        self.emptied: torch.UntypedStorage | None = None  # their storage, resized to zero while its bytes are on host
+        self.alloc_stream: Stream = None  # another stream, whose pool may own the bytes
         self.last_read: Event | None = None  # by outside references, if `stream` or `alloc_stream` may lag behind it
         self._pin: _AddressPin | None = None
 
     def pin_address(self) -> bool:
-        """Keep the address `key` from being reused after the buffer is released, without keeping the bytes alive.
+        """Prevent reuse of the address `key` after the buffer is released, without keeping the bytes alive.
 
         Returns:
-            False, and the address is not kept, if no tensor is left that could be saved under it again.
+            False, without effect, if no tensor is left that could be saved under this address again.
         """
         assert self.storage is not None
         if self._num_tensors() == 1 + self.num_aliases():
@@ -185,7 +187,7 @@ class SavedStorage:
         return True
 
     def watch(self, tensor: torch.Tensor, handle: int) -> None:
-        """Keep the version counter of a tensor saved by another handle than the first, while `buffer` has its bytes."""
+        """Watch the version counter of a tensor saved by a later handle, while `buffer` has its bytes."""
         if self.buffer is not None and self.copied_in is None:
             if self.aliases is None:
                 self.aliases = {}
@@ -203,18 +205,18 @@ class SavedStorage:
             self.aliases.pop(handle, None)
 
     def has_lost_handles(self) -> bool:
-        """Return whether a handle is gone that is still registered, or none is left.
+        """Return whether a registered handle no longer exists, or none is left. Call it while nothing is packed.
 
-        Each handle refers to `handles` until it is freed, behind its destructor. Call it while nothing is packed.
+        Each handle refers to `handles` until it is freed, which is after its destructor.
         """
         num_left = sys.getrefcount(self.handles) - 2  # that of this storage, and the argument
         return num_left < len(self.handles) or not num_left
 
     def has_bytes_at(self, place: Place) -> bool:
-        """Return whether the bytes of a tensor at `place`, in this storage, have not changed since they were saved.
+        """Return whether the bytes at `place` in this storage are sure to be unchanged since they were saved.
 
-        So it is while a handle needs them. All others may be written at any time, and its version counter
-        need not show it: a part has its own, and kernels outside torch and `Tensor.data` do without.
+        They are if a handle needs them. All others may be written at any time, and the version counter need not show
+        it: a part has its own, and kernels outside torch and `Tensor.data` do not count.
         """
         return any([covers(saved, place) for saved in list(self.handles.values())])
 
@@ -226,20 +228,21 @@ class SavedStorage:
         return self.unmodified(0) is None
 
     def unmodified(self, handle: int) -> torch.Tensor | None:
-        """Return an alias of the tensor that a handle stands for, which shares its version counter.
+        """Return an alias of the tensor that a handle stands for, with the same version counter.
 
         Returns:
-            None, if the bytes that the handle needs were written in place, or discarded, since they were saved.
+            The alias; None if the bytes that the handle needs were written in place, or discarded, since they were
+            saved.
         """
         assert self.buffer is not None and self.storage is not None
         alias = self.buffer if self.aliases is None else self.aliases.get(handle, self.buffer)
         return alias if _is_unmodified(alias, self.version, self.storage, self.nbytes) else None
 
     def is_overwritten(self, place: Place) -> bool:
-        """Return whether what was unpacked from the copied-in buffer has been written in place, over bytes at `place`.
+        """Return whether a tensor unpacked from the copied-in buffer has been written in place over bytes at `place`.
 
-        Each tensor over a part has a version counter of its own: parts may have had their own when they were saved,
-        and then writing into one is no modification of another.
+        Each tensor over a part has a version counter of its own: the saved parts may have had their own, and a write
+        into one of them does not modify another.
         """
         assert self.buffer is not None
         if self.buffer._version != self.arrived_version:
@@ -251,13 +254,13 @@ class SavedStorage:
         return False
 
     def may_be_emptied(self) -> bool:
-        """Return whether only `buffer` and the `num_external_refs` declared tensors hold the storage."""
+        """Return whether the storage is held only by `buffer` and the `num_external_refs` declared tensors."""
         assert self.storage is not None and self.num_external_refs is not None
         num_known = 1 + self.num_aliases() + self.num_external_refs
         return self.storage.resizable() and self._num_tensors() <= num_known
 
     def may_be_handed_over(self) -> bool:
-        """Return whether only the tensor of one handle, on `stream`, needs `buffer`."""
+        """Return whether `buffer` is needed only by the tensor of one handle, on `stream`."""
         return (
             len(self.handles) == 1 and self.num_external_refs is None and not self.readers and self.alloc_stream is None
         )
@@ -277,7 +280,7 @@ class SavedStorage:
 
 
 class _AddressPin:
-    """Works as torch's `StorageWeakRef`, three times as fast when compiled; each released storage has one."""
+    """Keeps an address reserved, like torch's `StorageWeakRef`, but three times as fast when compiled."""
 
     __slots__ = ("_weak", "_free")
 
@@ -292,18 +295,18 @@ class _AddressPin:
 class TensorGroup:
     """Tensors saved by one call of one bracketed submodule, or by a chunk outside its groups (`is_ungrouped`).
 
-    `move` maintains the byte counters, so policies read numbers and do not iterate over storages. "Own" storages are
-    those that no group saved before.
+    `move` maintains the byte counters, so policies read numbers and do not iterate over storages. A group's own
+    storages are those that it was the first to save.
 
     Attributes:
-        nbytes: saved by this group.
-        own_bytes: of these, own.
-        foreign_bytes: of these, not own, and first saved outside this group's layer.
-        on_host_bytes: on host now.
-        leaving_bytes: on the device, with a copy-out issued.
-        arriving_bytes: own, with a copy-in issued and not used.
-        recalled_bytes: own, recalled before their release.
-        own_device_bytes: own, with a buffer on the device.
+        nbytes: bytes of all its storages.
+        own_bytes: bytes of its own storages.
+        foreign_bytes: bytes of the others that were first saved outside this group's layer.
+        on_host_bytes: bytes on host now.
+        leaving_bytes: bytes on the device whose copy-out is issued.
+        arriving_bytes: own bytes whose copy-in is issued and not awaited.
+        recalled_bytes: own bytes recalled before their release.
+        own_device_bytes: own bytes with a buffer on the device.
     """
 
     __slots__ = (
@@ -338,8 +341,8 @@ class TensorGroup:
         self.index = index
         self.name = name
         self.layer: int = -1
-        self.part: int = 0  # number among the groups of this name in this layer of the chunk
-        self.stays: bool = False  # chosen to be kept, whatever the policy and the microbatch
+        self.part: int = 0  # position among the groups of this name in this layer of the chunk
+        self.stays: bool = False  # chosen to stay, whatever the policy and the microbatch
         self.is_kept: bool = False  # initially `traits.keep`; changed by the chunk or the executor
         self.is_read_once: bool = False
         self.may_delay: bool = False
@@ -347,7 +350,7 @@ class TensorGroup:
         if traits is not None:
             self.is_kept, self.layer, self.is_read_once, self.may_delay, self.min_bytes = traits
         self.ends_layer: bool = False  # its commit ends the layer; known when it is closed
-        self.is_ungrouped = is_ungrouped  # never copied out: such a storage moves only with a group that saves it too
+        self.is_ungrouped = is_ungrouped  # never copied out: its storages move only with a group that saves them too
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving; removed when they retire
         self.nbytes = 0
         self.own_bytes = 0

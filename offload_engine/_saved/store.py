@@ -46,7 +46,7 @@ class ActivationStore:
         alloc_streams: allocating streams of tensors that another stream saves.
         live: storages with a handle left.
         moves: moves groups between device and host.
-        retired: retires, after an operation, what autograd has dropped meanwhile.
+        retired: queues storages whose last handle was dropped, and retires them after an operation.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class ActivationStore:
         self._pool.reset_peak()
         self.alloc_streams.clear()
 
-    def finish(self) -> IterationStats:
-        """Complete the statistics of the iteration."""
+    def end(self) -> IterationStats:
+        """End an iteration: return its statistics, complete."""
         self.eligibility.clear()
         self.alloc_streams.clear()
         stats = self.counters.stats
@@ -94,10 +94,10 @@ class ActivationStore:
         return stats
 
     def abandon_all(self) -> None:
-        """Wait for every copy, then drop every storage, in whatever state an exception has left it.
+        """Wait for every copy, then abandon every storage, whatever state an exception has left it in.
 
-        Handles that autograd still holds can not be unpacked. The store is of no use any more: make a new one. After an
-        interrupt in the middle, call it again.
+        Handles that autograd still holds cannot be unpacked afterwards, and the store must be replaced by a new one. If
+        an interrupt ends this call, call it again.
         """
         self.failures.tear()  # until the store is replaced: also if this is interrupted
         with self._lock:
@@ -108,17 +108,17 @@ class ActivationStore:
         """Return whether a graph still holds a handle.
 
         Raises:
-            KeyboardInterrupt: if one has come while a handle was freed.
+            KeyboardInterrupt: if one came while a handle was freed.
         """
         self.failures.raise_deferred()
         self.retired.check(self.live)
         return bool(self.live)
 
     def check_handles(self, group: TensorGroup) -> None:
-        """Check that the handles of a group, whose backward should be over, are in order.
+        """Check that no handle of a group, whose backward should be over, was lost.
 
         Raises:
-            KeyboardInterrupt: if one has come while a handle was freed.
+            KeyboardInterrupt: if one came while a handle was freed.
         """
         self.retired.check(list(group.storages))
 
@@ -129,14 +129,14 @@ class ActivationStore:
         return self._pool.lent_bytes
 
     def retire_dropped(self) -> None:
-        """Retire the storages that have lost their last handle and wait for the next operation."""
+        """Retire the storages whose last handle was dropped since the last operation."""
         self.retired.drain()
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
-        # Long, and without `with self.retired`: it runs for each saved tensor, and a call costs as much as its work.
+        # In line, and without `with self.retired`: it runs for each saved tensor, and a call costs as much as its work.
         found, recorder = self.eligibility.read_movable(tensor), self.context.recorder
         if found is None or found[2] < group.min_bytes:
             if recorder is not None:
@@ -166,19 +166,19 @@ class ActivationStore:
                     recorder.note_saved(tensor, group, storage=saved)
                 return PackedTensor(tensor, found, saved, self.retired, is_first)
         except BaseException:
-            self.failures.tear()  # whatever it is: perhaps there is a storage without a handle
+            self.failures.tear()  # for any exception: there may be a storage without a handle
             raise
         finally:
             if self._dropped:
                 self.retired.drain()
 
     def note_staying(self, tensor: torch.Tensor, group: TensorGroup, reason: Reason) -> None:
-        """Record, while a step is recorded, why a tensor stays that never came to `pack`."""
+        """Record why a tensor that never reaches `pack` stays. No-op unless the step is recorded."""
         if self.context.recorder is not None:
             self.context.recorder.note_saved(tensor, group, reason=reason)
 
     def note_excluded(self, tensor: torch.Tensor, group: TensorGroup) -> None:
-        """Record, while a step is recorded, that the checker of the chunk rejected a tensor, a weight for instance."""
+        """Record that the chunk's checker rejected a tensor, such as a weight. No-op unless the step is recorded."""
         if self.context.recorder is not None:
             self.note_staying(tensor, group, self.eligibility.reason_to_stay(tensor) or Reason.EXCLUDED)
 
@@ -195,8 +195,8 @@ class ActivationStore:
         """Return the tensor that `handle` stands for, ready for the current stream.
 
         Raises:
-            OffloadError: if `reset_iteration()` dropped it.
-            RuntimeError: if it was modified in place after it was saved, also by a backward, as autograd itself would.
+            OffloadError: if `reset_iteration()` abandoned it.
+            RuntimeError: as autograd itself, if it was modified in place after it was saved, also by a backward.
             CopyError: if its copy failed.
         """
         saved = handle.storage
@@ -212,7 +212,8 @@ class ActivationStore:
             if buffer._version != saved.arrived_version or saved.views is not None:
                 check_not_overwritten(saved, handle)
             if handle.has_storage_spec and saved.spec is not None:
-                tensor = buffer
+                # Only the last handle gets the buffer itself: a backward may discard the bytes that it was given.
+                tensor = buffer if len(saved.handles) == 1 else buffer.detach()
             else:
                 tensor = self._unpacked.view(saved, handle)
         if saved.lease is not None:  # the bytes are on host, or on their way there
@@ -230,16 +231,16 @@ class ActivationStore:
             tensors = [tensor for holder in holders for tensor in (holder, holder._base) if tensor is not None]
             saved.num_external_refs = len(set(map(id, tensors))) + num_copies
             record_last_read(saved, self.context)
-            if saved.residency is ON_HOST:  # released already, but its bytes are still there
+            if saved.residency is ON_HOST:  # released already, but the holders have kept its bytes
                 self._mover.hold_again(saved, holders[0])
-                self._mover.leave_device([saved])
+                self._mover.release_or_empty([saved])
 
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _bring_back(self, saved: SavedStorage) -> None:
         """Recall or copy in a storage that prefetch missed, and make the current stream wait for it."""
         if saved.residency is RETIRED:
-            raise OffloadError(f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again")
+            raise OffloadError(f"a saved tensor of {saved.group} was abandoned by reset_iteration(); run forward again")
         with self.retired, self._lock:
             if saved.residency is COPYING_OUT:
                 self._note_copy_in(saved)
@@ -256,12 +257,12 @@ class ActivationStore:
             self.context.recorder.note_move(IN, saved.group, saved.nbytes)
 
     def _hand_over(self, saved: SavedStorage) -> None:
-        """Leave the buffer to the tensor just made from it, unless another handle may need it soon."""
+        """Hand the buffer over to the tensor just made from it, unless another handle may need it soon."""
         with self.retired, self._lock:
             if saved.may_be_handed_over() and self._current_stream() == saved.stream:
                 self._mover.hand_over(saved)
 
 
 def _is_another_save(saved: SavedStorage, found: Reads) -> bool:
-    """Return whether a tensor of which this was read may have other bytes than `saved`, of the same storage."""
+    """Return whether the tensor that `found` was read from may have other bytes than `saved`, of the same storage."""
     return saved.version != found[4] or (saved.is_leaving and not saved.has_bytes_at(found[5]))

@@ -5,28 +5,28 @@
 
  1. Produce, then copy out. Copy-out reads what compute wrote: the copy-out stream waits for an event recorded on
     compute, the stream that saved the tensor, when the group commits. (Not when the copy is issued, which may be later:
-    it would stand behind what compute has been given in between.)
- 2. Reuse of a lease. Earlier copies still touch the host bytes that a lease lends again. The pool lends them together
-    with the events of those copies, and the copy-out stream waits for each before the first byte.
- 3. Copy, then drop the buffer. The allocator gives a dropped buffer to compute at once. Compute therefore waits for
-    the last copy that touched it (a copy-out reading it, or a copy-in that was not used) before the reference goes.
+    the copy would then wait for compute work queued in between.)
+ 2. Reuse of a lease. Earlier copies may still touch host bytes that are lent again. The pool lends them together with
+    the events of those copies, and the copy-out stream waits for each before the first byte.
+ 3. Copy, then release the buffer. The allocator gives a released buffer to compute at once. Compute therefore waits
+    for the last copy that touched it (a copy-out reading it, or an unused copy-in) before the reference is dropped.
  4. Allocate, then copy in. The buffer of a copy-in comes from compute's pool, where kernels issued earlier may still
     use the same bytes: the copy-in stream waits for an event recorded on compute after the allocation.
- 5. Copy in, then use. Whichever stream reads a copied-in buffer waits for its copy first.
- 6. Read elsewhere, then drop the buffer. Where another compute stream read a copied-in buffer, or has read a storage
-    for its holders for the last time, the stream whose pool gets the bytes back waits for that reader first.
- 7. Home is elsewhere. A storage that one compute stream made and another saved goes back to the pool of the first: that
-    stream, too, waits for the copy-out (3) and for the last read (6).
+ 5. Copy in, then use. A stream that reads a copied-in buffer waits for its copy first.
+ 6. Read elsewhere, then release the buffer. If another compute stream read a copied-in buffer, or read a storage for
+    its holders for the last time, the stream whose pool gets the bytes back waits for that reader first.
+ 7. Allocated elsewhere. The bytes of a storage that one compute stream allocated and another saved go back to the pool
+    of the first: that stream, too, waits for the copy-out (3) and for the last read (6).
 
-A copy-in needs no wait of its own for its copy-out: the bytes are only on host after the buffer was dropped, that is,
+A copy-in needs no wait of its own for its copy-out: the bytes are on host only after the buffer was released, that is,
 after compute waited for the copy-out (3), and the copy-in waits for compute (4).
 
 A buffer that is handed over to its one reader is freed when that reader drops it: on compute, which has waited by then
 for the last copy that touched it (3, 5), and no other stream reads it (6, 7). Its host bytes stay lent, for another
 copy-in into another buffer, and are returned with the event of the last one (2).
 
-A storage held by outside references that are not read before its backward is emptied when any other would be dropped,
-and refilled when any other would be allocated: "drop" and "allocate" above stand for both.
+A storage held by outside references that are not read before its backward is emptied where any other would be released,
+and refilled where any other would be allocated: "release" and "allocate" above stand for both.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ class TransferContext:
         self.recorder: Recorder | None = None  # while a step is recorded
         self.is_captured: bool = False  # a capture has been announced: the next step becomes a CUDA graph
         self.ranges: Ranges = Ranges()
-        # Called just before the engine drops a buffer, whose storage may be reused from then on, unless the engine has
-        # another buffer over it, which was saved again after a write. Only the tests' adversarial device has it.
+        # Called just before a buffer is released. From then on its storage may be reused, unless the engine has another
+        # buffer over it, saved again after a write. Only the tests' adversarial device has this hook.
         self.on_release: Callable[[torch.Tensor], None] | None = getattr(device, "on_release", None)
-        # Two streams: in one queue, a copy-in that the backward waits for would stand behind copy-outs.
+        # Two streams: in one queue, a copy-in that the backward waits for would queue behind copy-outs.
         self.copy_out_stream: Stream = device.new_stream("copy_out")  # trails the forward
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
 
 
 def fork_copy_streams(context: TransferContext) -> None:
-    """Have both copy streams follow the current one, so that a capture of that stream records them as well."""
+    """Make both copy streams wait for the current one, so that a capture of that stream records them as well."""
     device = context.device
     for stream in (context.copy_out_stream, context.copy_in_stream):
         device.wait_stream(stream, device.current_stream())
 
 
 def join_copy_streams(context: TransferContext) -> None:
-    """Make the current stream wait for both copy streams, without which no capture of it can end.
+    """Make the current stream wait for both copy streams; a capture of it cannot end otherwise.
 
-    It also orders replays: host bytes that a copy-in of one replay reads are written by copy-outs of the next.
+    This also orders replays: copy-outs of the next replay write the host bytes that copy-ins of this one read.
     """
     device = context.device
     for stream in (context.copy_out_stream, context.copy_in_stream):
@@ -103,7 +103,7 @@ def copy_out(
         for event in produced:
             device.wait_event(stream, event)  # Rule 1
     for event in lease.ready_after:
-        with suppress(CopyError):  # of a finished copy whose data was dropped: its bytes are free all the same
+        with suppress(CopyError):  # the copy failed, but it is over, and its data is no longer needed
             device.wait_event(stream, event)  # Rule 2
     copies = []
     for storage in storages:
@@ -173,8 +173,8 @@ def wait_for_last_copy(storages: list[SavedStorage], context: TransferContext) -
         storage.pending = None
 
 
-def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
-    """Release the device bytes of `storage`, after compute has waited for its last copy."""
+def release_buffer(storage: SavedStorage, context: TransferContext) -> None:
+    """Release the device bytes of `storage`; call it after compute has waited for its last copy."""
     if storage.readers or storage.last_read is not None or storage.alloc_stream is not None:
         _follow_readers(storage, context.device)
     assert storage.buffer is not None
@@ -185,13 +185,13 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
 
 
 def hand_over_buffer(storage: SavedStorage) -> None:
-    """Leave the buffer to its one reader, on the current stream, which is `storage.stream`."""
+    """Hand the buffer over to its one reader, on the current stream, which is `storage.stream`."""
     storage.aliases = storage.views = None
     storage.buffer = storage.storage = storage.copied_in = None
 
 
 def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
-    """Release the bytes in place, because outside references hold the buffer; these have no bytes from now on."""
+    """Empty a buffer that outside references hold: its storage keeps its identity and has no bytes from now on."""
     _follow_readers(storage, context.device)
     assert storage.storage is not None
     storage.emptied = storage.storage
@@ -201,7 +201,7 @@ def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
 
 
 def refill(storage: SavedStorage, context: TransferContext) -> torch.Tensor:
-    """Issue a copy-in into the storage that outside references hold, emptied or not quite yet; return its bytes."""
+    """Issue a copy-in into the storage that outside references hold, emptied or about to be; return its bytes."""
     assert storage.emptied is not None and storage.region is not None
     device, stream = context.device, context.copy_in_stream
     if storage.emptied.nbytes():
@@ -246,7 +246,7 @@ def record_last_read(storage: SavedStorage, context: TransferContext) -> None:
 
 
 def _finish(stream: Stream, device: Device) -> None:
-    """Wait on the host for copies without an event, after a fault or an interrupt between copy and event."""
+    """Block the host until copies that have no event are over: a fault or an interrupt came between copy and event."""
     with suppress(CopyError):
         device.synchronize(device.record_event(stream))
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that backward gets, and which of them it has written into.
+"""Makes the tensors that backward reads, and checks which of them it has written into.
 
-Autograd compares version counters for what it saves itself, and leaves that to the hooks for what they pack. A backward
-may write into what it has saved, as scratch. That is an error only where the same bytes are read after it: by another
-node, or by the same one if its graph is retained.
+Autograd compares version counters for tensors that it saves itself, and leaves that to the hooks for those they pack. A
+backward may write into a tensor that it has saved, as scratch. That is an error only if the same bytes are read after
+it: by another node, or by the same one if its graph is retained.
 
-Before the bytes have left, what is unpacked shares the version counter of what was saved. A copied-in buffer has one
-counter for the tensor that has all of it, and one for each tensor over a part, or in another form: the parts that a
-module has made of one storage may have counters of their own, and which do is not known. So a reader there is told of
-writes into tensors that have bytes of its own; see `SavedStorage.is_overwritten`.
+Before the bytes have left, an unpacked tensor shares the version counter of the saved one. A copied-in buffer has one
+counter for the tensor that has all of it, and one for each tensor over a part, or in another form: parts that a module
+has made of one storage may or may not have counters of their own. So the read of such a part raises if a tensor over
+any of its bytes was written; see `SavedStorage.is_overwritten`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload_engine._saved.storage import SavedStorage
 
 
 class UnpackedTensors:
-    """Makes the tensors that backward gets.
+    """Makes the tensors that backward reads.
 
     Args:
         device: of the saved tensors.
@@ -31,7 +31,7 @@ class UnpackedTensors:
         self._empties: dict[torch.dtype, torch.Tensor] = {}
 
     def uncopied(self, saved: SavedStorage, handle: PackedTensor) -> torch.Tensor:
-        """Return a saved tensor whose bytes have never left, with the version counter that it had.
+        """Return a saved tensor whose bytes have never left, with its own version counter.
 
         Raises:
             RuntimeError: if it was modified in place since it was saved.
@@ -50,11 +50,7 @@ class UnpackedTensors:
         return handle.lazily(tensor)
 
     def view(self, saved: SavedStorage, handle: PackedTensor) -> torch.Tensor:
-        """Return a tensor over a part of a copied-in buffer, or in another form than that.
-
-        Raises:
-            RuntimeError: if the bytes were discarded since they came back, by a tensor that has all of them.
-        """
+        """Return a tensor over a part of a copied-in buffer, or in another form than the buffer."""
         assert saved.buffer is not None
         if saved.views is None:
             saved.views = []
@@ -63,10 +59,7 @@ class UnpackedTensors:
                 tensor = view.detach()
                 break
         else:
-            storage = saved.buffer.untyped_storage()
-            if storage.nbytes() != saved.nbytes:
-                raise _overwritten(saved)
-            tensor = handle.view(storage, self._empty(handle))
+            tensor = handle.view(saved.buffer.untyped_storage(), self._empty(handle))
             saved.views.append((handle.place, tensor))
         return handle.lazily(tensor) if handle.is_lazy else tensor
 
@@ -79,10 +72,10 @@ class UnpackedTensors:
 
 
 def check_not_overwritten(saved: SavedStorage, handle: PackedTensor) -> None:
-    """Check that nobody has written into what was unpacked of a copied-in storage, where `handle` has its bytes.
+    """Check that no backward has written into the bytes of `handle` in a copied-in storage.
 
     Raises:
-        RuntimeError: if a backward has.
+        RuntimeError: if one has.
     """
     if saved.is_overwritten(handle.place):
         raise _overwritten(saved)
@@ -91,5 +84,5 @@ def check_not_overwritten(saved: SavedStorage, handle: PackedTensor) -> None:
 def _overwritten(saved: SavedStorage) -> RuntimeError:
     return RuntimeError(
         f"a tensor saved for backward by {saved.group} has been modified by an inplace operation since it came back, "
-        "by another backward that was given its bytes or by an earlier run of its own; let that write into a clone"
+        "by another backward that reads the same bytes or by an earlier run of its own; let that write into a clone"
     )

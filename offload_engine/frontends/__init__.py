@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to use the engine on models that know nothing of groups, chunks and iterations."""
+"""Applies the engine to models that know nothing of groups, chunks and iterations."""

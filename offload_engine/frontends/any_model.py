@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`manage_activations`: offload for any model, without changes to the model."""
+"""`manage_activations`: offloads activations of any model, without changes to the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def manage_activations(
 
     Raises:
         ValueError: if `group_bytes` is below 1, or both `config` and `engine` are given.
-        TypeError: if `model` is something else, as a configuration.
+        TypeError: if `model` has another type, for instance if it is a configuration.
     """
     if config is not None and engine is not None:
         raise ValueError("manage_activations() takes a config or an engine, which has one already; got both")
@@ -75,10 +75,11 @@ def manage_activations(
 
 
 class ManagedActivations(RecordsSteps):
-    """A context manager that may be entered again, once per step or once for all. Made by `manage_activations`.
+    """A context manager to enter once per step or once for all steps. Made by `manage_activations`.
 
     Args:
-        start: makes the engine and its groups. Called at the first use, because the model may move to its GPU before.
+        start: makes the engine and its groups. Called at the first use, because the model may move to its GPU until
+            then.
     """
 
     def __init__(self, start: Callable[[], AutomaticGroups]) -> None:
@@ -100,26 +101,26 @@ class ManagedActivations(RecordsSteps):
         return self._groups.session.stats
 
     def __str__(self) -> str:
-        """Return what the last step did, as one line; the first use makes the engine, and this is none."""
+        """Return one line about the last step. Does not count as a use, so it makes no engine."""
         return super().__str__() if "_groups" in vars(self) else f"{type(self).__name__}: no step yet"
 
     def __enter__(self) -> ManagedActivations:
         """Enter the hooks.
 
         Raises:
-            OffloadError: if it is entered already or closed, or inside compiled code.
+            OffloadError: if it is already entered, or closed, or inside compiled code.
         """
         refuse_when_compiled("with manage_activations()")
         if self._hooks is not None:
             raise OffloadError(
-                "this manage_activations() is entered already: leave it first, or drop the inner `with`, because the "
-                "outer one covers it. A second model needs a manage_activations() of its own."
+                "this manage_activations() is already entered: exit it first, or remove the inner `with`, because the "
+                "outer one covers it. A second model needs its own manage_activations()."
             )
         self._groups.session.check_open("manage_activations()")
         hooks = self._groups.hooks()
         hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
         put_in_force(self, checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
-        self._hooks = hooks  # last of all: until then an interrupt leaves this not entered
+        self._hooks = hooks  # last: after an earlier interrupt this counts as not entered
         return self
 
     def __exit__(
@@ -136,9 +137,9 @@ class ManagedActivations(RecordsSteps):
         self._groups.session.warn_if_idle()
 
     def close(self) -> None:
-        """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
+        """Return host memory to the system. Remaining graphs can no longer run their backward. Idempotent."""
         if self._hooks is None:
-            self._groups.take_off_left()
+            self._groups.pop_leftover()
         self._groups.session.close()
 
 
@@ -150,8 +151,8 @@ def _parts_of(model: nn.Module | Iterable[torch.Tensor] | None) -> tuple[nn.Modu
     if isinstance(model, Iterable):
         return tuple(model)
     raise TypeError(
-        f"manage_activations() takes a model, an iterable of its parameters and buffers, or nothing in front, got "
-        f"{type(model).__name__}. An OffloadConfig comes second: manage_activations(model, config)"
+        f"the first argument of manage_activations() is a model, an iterable of its parameters and buffers, or None, "
+        f"got {type(model).__name__}. An OffloadConfig comes second: manage_activations(model, config)"
     )
 
 

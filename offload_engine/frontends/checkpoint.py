@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpointing with inputs on the host: `CheckpointOffload`, and `checkpoint` for use inside it."""
+"""Checkpoints with inputs on the host: `CheckpointOffload`, and `checkpoint` for use inside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from offload_engine._compat.own_hooks import OwnHooks, take_off
+from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from offload_engine._compat.torch_private import tree_leaves
 from offload_engine._saved.handles import PackedTensor, StayingTensor
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
@@ -53,17 +53,17 @@ def put_in_force(owner: object, function: Checkpoint) -> None:
 
 
 def take_out_of_force(owner: object) -> None:
-    """Undo the owner's last `put_in_force`, also where others have come after it. Otherwise without an effect."""
+    """Undo the owner's last `put_in_force`, even if others have come after it. No-op without one."""
     entries = _in_force.get()
     last = max((i for i, entry in enumerate(entries) if entry.owner is owner), default=len(entries))
     _in_force.set(entries[:last] + entries[last + 1 :])
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
-    """Checkpoint as `torch.utils.checkpoint.checkpoint`, with the inputs on the host until the backward needs them.
+    """Checkpoint like `torch.utils.checkpoint.checkpoint`, with the inputs on the host until the backward needs them.
 
-    It offloads through the enclosing `with` of a `CheckpointOffload` or `manage_activations`. It can be passed wherever
-    a function like PyTorch's is expected, as in transformers:
+    It offloads through the enclosing `with` of a `CheckpointOffload` or `manage_activations`. Pass it wherever a
+    function like PyTorch's is expected, as in transformers:
 
     ```python
     model._set_gradient_checkpointing(True, offload_engine.checkpoint)
@@ -71,10 +71,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         train(model)
     ```
 
-    Without gradients and during recomputation nothing is offloaded, so it may be called outside a `with` there.
+    Without gradients and during recomputation nothing is offloaded, so no enclosing `with` is needed there.
 
     Args:
-        function: run now, and once more in backward.
+        function: runs now, and once more in backward.
         args: its inputs. Tensors among them are offloaded; those inside lists and dictionaries are not.
         use_reentrant: as in PyTorch, but False by default.
         options: keyword arguments of `function`, and PyTorch's options (`preserve_rng_state`, `context_fn`,
@@ -91,14 +91,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         return in_force[-1].function(function, *args, use_reentrant=use_reentrant, **options)
     if torch.is_grad_enabled() and not is_in_backward():
         raise OffloadError(
-            "offload_engine.checkpoint() does not know which engine to use: call it inside `with CheckpointOffload():` "
-            "or as a method of one. To checkpoint without offload, use torch.utils.checkpoint.checkpoint."
+            "offload_engine.checkpoint() has no engine: call it inside `with CheckpointOffload():` or as a method of "
+            "one. To checkpoint without offload, use torch.utils.checkpoint.checkpoint."
         )
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **options)
 
 
 class CheckpointOffload(RecordsSteps):
-    """Owns an engine for the inputs of checkpointed functions. As a context manager it is used by `checkpoint`.
+    """Owns an engine for the inputs of checkpointed functions. Inside its `with`, `checkpoint` uses it.
 
     Each call of `checkpoint` is one group: its saved inputs are copied out while the function runs, copied in ahead of
     the recomputation, and released after it. Checkpointing itself is PyTorch's, with its handling of random states,
@@ -141,7 +141,7 @@ class CheckpointOffload(RecordsSteps):
         return self._session.stats
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
-        """Checkpoint as the function `checkpoint` does, with this engine."""
+        """Checkpoint like the function `checkpoint`, with this engine."""
         return self.run(torch_checkpoint, function, *args, use_reentrant=use_reentrant, **options)
 
     def run(self, original: Checkpoint, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -160,14 +160,14 @@ class CheckpointOffload(RecordsSteps):
             return original(function, *args, **options)
         self._session.check_open("CheckpointOffload()")
         function, args, options = _keywords_as_inputs(function, args, options)
-        self._take_off_left()
+        self._pop_leftover()
         chunk = self._session.chunk or self._session.start_forward()
-        if chunk is None:  # by the budget's decision nothing leaves in this step
+        if chunk is None:  # the budget has decided that nothing leaves in this step
             return original(function, *args, **options)
         put_in_force(self, self.checkpoint)
         self._running = chunk
         try:
-            # Now, and not when autograd saves the inputs, possibly after the function: so the copy-out overlaps it.
+            # Now, so that the copy-out overlaps the function: autograd may save the inputs only after it.
             group = chunk.open_group("checkpoint", GroupTraits(read_once=True))
             inputs = [chunk.hooks.pack(arg) for arg in args if isinstance(arg, torch.Tensor)]
             chunk.close_group()
@@ -183,14 +183,14 @@ class CheckpointOffload(RecordsSteps):
         return outputs
 
     def end_forward(self) -> None:
-        """End the forward: the next checkpoint belongs to another one. A backward does so by itself. Idempotent."""
+        """End the forward, so that the next checkpoint starts another one. A backward also ends it. Idempotent."""
         if self._session.chunk is not None:
             self._session.warn_if_idle()
         self._session.end_forward()
 
     def close(self) -> None:
-        """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
-        self._take_off_left()
+        """Return host memory to the system. Remaining graphs can no longer run their backward. Idempotent."""
+        self._pop_leftover()
         self._session.close()
 
     def __enter__(self) -> CheckpointOffload:
@@ -203,12 +203,12 @@ class CheckpointOffload(RecordsSteps):
 
     @property
     def _is_inside(self) -> bool:
-        """Return whether a checkpointed function is running; none of a forward that an interrupt has ended is."""
+        """Return whether a checkpointed function is running. False after an interrupt has ended its forward."""
         return self._running is not None and self._running is self._session.chunk
 
-    def _take_off_left(self) -> None:
-        """Take hooks off the stack that an interrupt has left there, while no checkpointed function is running."""
-        take_off(lambda unpack: unpack == self._unpack)
+    def _pop_leftover(self) -> None:
+        """Pop hooks that an interrupt has left on the stack. Call it while no checkpointed function is running."""
+        pop_own(lambda unpack: unpack == self._unpack)
 
     def _unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
         if is_in_backward():
@@ -223,7 +223,7 @@ class CheckpointOffload(RecordsSteps):
             self.end_forward()
 
     def _check_saved(self, inputs: Sequence[Any], outputs: Any) -> None:
-        """Warn, once, of a checkpoint that does not save its inputs through the hooks: offload has no effect there."""
+        """Warn, once, if a checkpoint does not save its inputs through the hooks: offload has no effect on it."""
         packed = [handle for handle in inputs if isinstance(handle, PackedTensor)]
         if self._has_warned or not packed or any(len(handle.storage.handles) > 1 for handle in packed):
             return
@@ -236,13 +236,13 @@ class CheckpointOffload(RecordsSteps):
 
 
 def checkpoint_of_all_inputs(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Checkpoint with PyTorch's function, and save activations passed by keyword like the positional ones."""
+    """Checkpoint with PyTorch's function, and save activations passed by keyword like positional ones."""
     function, args, options = _keywords_as_inputs(function, args, options)
     return torch_checkpoint(function, *args, **options)
 
 
 def _pack(chunk: ChunkOffloadHandler, group: TensorGroup, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
-    """Return what autograd keeps for an input, which `group` has packed already. Other tensors stay on the device."""
+    """Return what autograd keeps for an input, already packed by `group`. Other tensors stay on the device."""
     if type(tensor) not in PLAIN_TYPES:
         parts = taken_apart(tensor, partial(_pack, chunk, group), methodcaller("unpack"))
         if parts is not None:

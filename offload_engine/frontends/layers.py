@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`enable_activation_offloading`: one group per layer of a model, under FSDP, DDP or neither."""
+"""`enable_activation_offloading`: offloads a model with one group per layer, under FSDP, DDP or neither."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class LayerOffload(RecordsSteps):
-    """Activation offload of one model, in force until `remove`. Made by `enable_activation_offloading`.
+    """Offloads the activations of one model until `remove`. Made by `enable_activation_offloading`.
 
     Attributes:
         layers: names of the layers, in order; the last one stays on the device.
@@ -48,7 +48,7 @@ class LayerOffload(RecordsSteps):
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
         may_recompute = engine.budget is not None and engine.config.recompute == "auto" and not enable_ckpt
         self._recompute = LayerRecompute(layers, self._groups, engine) if may_recompute else None
-        # On the model: warns even if it never calls the module that runs the layers.
+        # On the model, to warn even if it never calls the module that runs the layers.
         self._end_of_forward = model.register_forward_hook(GroupHook(lambda *_: self._session.warn_if_idle()))
 
     @property
@@ -62,15 +62,15 @@ class LayerOffload(RecordsSteps):
         return self._session.stats
 
     def __str__(self) -> str:
-        """Return which layers are offloaded and what the last step did, as one line: `print(handle)`."""
+        """Return one line about the offloaded layers and the last step: `print(handle)`."""
         which = f"{len(self.layers)} layers, {self.layers[0]} to {self.layers[-1]}"
         return f"offload of {which}: {self.engine}"
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a context manager for code that calls the layers one by one, outside the forward of their module.
 
-        Not needed for the forward of the module that contains the layers. Inside another one of the same thread it has
-        no effect: the outermost one is the forward.
+        Not needed for the forward of the module that contains the layers. No-op inside another one of the same thread:
+        the outermost one is the forward.
         """
         self._session.check_open("enable_activation_offloading()")
         return self._groups.forward()
@@ -106,23 +106,22 @@ def enable_activation_offloading(
     Arguments and grouping are those of verl's function of this name (verl/utils/activation_offload.py).
 
     Args:
-        model: wrapped or sharded already.
+        model: already wrapped or sharded.
         strategy: "fsdp" (FullyShardedDataParallel), "fsdp2" (`fully_shard`), "ddp" or "none", which is checked; None:
-            as the model is.
+            detected from the model.
         enable_ckpt: checkpoint each layer as well, so that only its input is kept, and offloaded. Switches the model's
             own checkpointing off. With False, a model's own checkpointing stays on, and the inputs of its layers are
             offloaded.
-        config: bounds and thresholds. The default policy is `policies.ResidentLayers(2)`. With a `gpu_budget`, what
-            stays is chosen; and layers whose results stay equal may be checkpointed, too, unless it has
-            `recompute="off"`.
+        config: bounds and thresholds. The default policy is `policies.ResidentLayers(2)`. With a `gpu_budget`, the
+            engine chooses what stays, and may checkpoint layers whose results stay equal, unless `recompute="off"`.
         layers: the modules to group by, in the order in which they run; None: they are found.
         meter: counts resident bytes as well.
 
     Raises:
-        ValueError: if a strategy is given and unknown or does not fit the model, or the layers are not found or are
-            lists, which are never called.
+        ValueError: if the strategy is unknown or not that of the model, or the layers are not found or are lists, which
+            are never called.
         TypeError: if the strategy is a configuration.
-        OffloadError: if the model, or a part of it, is offloaded already.
+        OffloadError: if the model, or a part of it, is already offloaded.
     """
     if isinstance(strategy, OffloadConfig):
         raise TypeError("enable_activation_offloading() got an OffloadConfig as strategy: pass it as config=...")
@@ -148,6 +147,6 @@ def _check_not_offloaded(model: nn.Module) -> None:
         if any(isinstance(hook, GroupHook) and hook.function for hook in module._forward_hooks.values()):
             where = f", in {name}" if name else ""
             raise OffloadError(
-                f"this {type(model).__name__} is offloaded already{where}: call remove() on the handle that "
-                "enable_activation_offloading() returned. All layers to offload go into one call, layers=[...]"
+                f"this {type(model).__name__} is already offloaded{where}: call remove() on the handle that "
+                "enable_activation_offloading() returned. Pass all layers to offload in one call, as layers=[...]"
             )

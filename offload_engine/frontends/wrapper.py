@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offload_wrapper`: offload of the inputs of a model's checkpointed layers."""
+"""`offload_wrapper`: offloads the inputs of a model's checkpointed layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_HORIZON = 2
 PYTORCH = "checkpoint_fn"
 """Attribute of PyTorch's `CheckpointWrapper` with its checkpoint function."""
 TRANSFORMERS = "_gradient_checkpointing_func"
-"""The same in modules of transformers, which call it if their `gradient_checkpointing` is set."""
+"""The same attribute in modules of transformers, which call it if their `gradient_checkpointing` is set."""
 
 
 def offload_wrapper(
@@ -50,7 +50,7 @@ def offload_wrapper(
     Args:
         model: on the device where it will train. Call this before DDP wraps it, before or after FSDP does.
         activation_loading_horizon: maximum number of inputs on the device at once, in forward and in backward, the one
-            in use included; None: 2, or that of `config` or `engine`. With 1 no copy overlaps anything.
+            in use included; None: that of `config` or `engine`, otherwise 2. With 1, no copy overlaps compute.
         config: other bounds and thresholds; may have a horizon.
         engine: used instead of a new one, with its own config, device and meter. It must have no other user.
 
@@ -61,7 +61,7 @@ def offload_wrapper(
 
     Raises:
         ValueError: if a horizon is not a positive integer, two horizons differ, both `config` and `engine` are given,
-            no layer of the model is checkpointed, or the model is wrapped already.
+            no layer of the model is checkpointed, or the model is already wrapped.
     """
     if config is not None and engine is not None:
         raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")
@@ -100,14 +100,14 @@ class WrapperHandle(RecordsSteps):
         return self._offload.stats
 
     def install(self) -> None:
-        """Replace each checkpoint function of the model, also one that was set since the last call. Idempotent."""
+        """Replace each checkpoint function of the model, including those set since the last call. Idempotent."""
         for module, name in self._sites:
             original = getattr(module, name)
             if not isinstance(original, _OffloadedCheckpoint):
                 setattr(module, name, _OffloadedCheckpoint(original, self._offload))
 
     def start_forward(self) -> None:
-        """Called when the model begins a forward."""
+        """Start a forward of the model."""
         self._offload.end_forward()
         self.install()
 
@@ -183,7 +183,7 @@ def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if vars(module).get("activation_offload") is not None:
             raise ValueError(
-                f"{name or type(model).__name__} is wrapped already; call its activation_offload.remove() first"
+                f"{name or type(model).__name__} is already wrapped; call its activation_offload.remove() first"
             )
     if any(_is_on(site) for site in _sites(model)):
         return

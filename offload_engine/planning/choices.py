@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each group of a chunk: it is kept, offloaded or recomputed, the same for every microbatch.
+"""Defines the choice for each group of a chunk: keep, offload or recompute, the same for every microbatch.
 
-A group is named by its slot, not by its index, which shifts when a group before it is recomputed.
+A group is named by its slot, not by its index, which shifts when an earlier group is recomputed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple, Protocol
 
 
 class Choice(enum.Enum):
-    """What becomes of a group."""
+    """How a group is treated."""
 
     KEEP = "keep"
     """It stays on the device."""
     OFFLOAD = "offload"
     """It may be copied out; the policy says when."""
     RECOMPUTE = "recompute"
-    """It is not saved: the backward computes it again."""
+    """It is not saved: the backward recomputes it."""
 
 
 class Slot(NamedTuple):
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     """Number of the layer in its chunk; -1 if layers are not known."""
     name: str
     part: int
-    """Number among the groups of this name in this layer, from 0."""
+    """Position among the groups of this name in this layer, from 0."""
 
     def __str__(self) -> str:
         return f"{self.stage} {self.layer} {self.name} {self.part}"
@@ -40,7 +40,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """The choice for each slot of one rank. Hashable, so that plans can be memoised by it.
+    """Holds the choice for each slot of one rank. Hashable, so that plans can be memoised by it.
 
     Raises:
         ValueError: if a slot is kept and recomputed.
@@ -57,7 +57,7 @@ class Choices:
         return bool(self.kept or self.recomputed)
 
     def of(self, slot: Slot) -> Choice:
-        """Return the choice for a slot; those that no choice names are offloaded."""
+        """Return the choice for a slot; by default, offload."""
         if slot in self.kept:
             return Choice.KEEP
         return Choice.RECOMPUTE if slot in self.recomputed else Choice.OFFLOAD
@@ -65,19 +65,19 @@ class Choices:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a step may have on the device: set between two steps."""
+    """Limits what a step may have on the device. Set between two steps."""
 
     choices: Choices = Choices()
     kept_bytes: Mapping[Slot, int] = field(default_factory=dict)
     """How many bytes each kept group may save; a group that saves more leaves, as its policy says."""
     resident_bytes: int = 0
-    """A group that would be kept leaves if more than this is on the device when it commits."""
+    """A group that is chosen to be kept still leaves if more than this is on the device when it commits."""
     room_bytes: int | None = None
     """Bound on the bytes of groups on the device: the other groups stay while they fit. None: they leave."""
     saved_bytes: int | None = None
-    """Bytes that groups have saved, on device or host, when a step's first backward begins; None: to be learned."""
+    """Bytes that groups have saved, on device or host, when a step's first backward begins; None: not known yet."""
     slots: frozenset[Slot] = frozenset()
-    """Every slot that a choice was made for; empty: not known."""
+    """Every slot for which a choice was made; empty: not known."""
 
 
 class Named(Protocol):

@@ -21,7 +21,7 @@ from offload_engine.planning.worth import ms_per_byte, order_to_keep
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 4
 _KEPT_SHARES: Final = 2
-"""How many shares of what could always stay are tried, each with room for the rest."""
+"""How many shares of the groups that could always stay are tried, each with room for the rest."""
 _SHARES_RECOMPUTED: Final = (0.25, 0.5, 0.75, 1.0)
 _SHARE_STEPS: Final = (0.125, 0.0625)
 """Distances from the best share at which more shares are tried, in both directions."""
@@ -30,15 +30,15 @@ _EQUAL: Final = 1.0005
 
 
 class Chosen(NamedTuple):
-    """What was chosen, and what else could have been."""
+    """What was chosen, and its alternatives."""
 
     best: Prediction
     floor: Prediction
     """The lowest budget that can be reached: with everything offloaded, or recomputed where that takes less."""
     top: Prediction
-    """With nothing that moves."""
+    """The step in which nothing moves."""
     curve: tuple[Prediction, ...]
-    """More memory and less time from each to the next; from the floor to a step in which nothing moves."""
+    """From the floor to a step in which nothing moves, each with more memory and less time than the one before."""
     busy_ratio: float = 1.0
     """The ratio with which these times are predicted; see `Costs`."""
     most_busy_ratio: float = 1.0
@@ -56,17 +56,17 @@ def choose(
     steps: Steps | None = None,
     guard_bytes: int = 0,
 ) -> Chosen:
-    """Choose what becomes of each group.
+    """Choose for each group whether it is kept, offloaded or recomputed.
 
     Args:
-        job: with bytes and times.
-        model: of its memory.
-        budget_bytes: what the process may hold on its device.
-        costs: of moves.
-        must_fit: if even the floor does not, raise; else choose the floor.
-        recomputed: what is to be recomputed, and nothing else; None: what is best.
-        steps: of this job with this link and these options, planned before; None: none.
-        guard_bytes: of the budget, to be left, unless not even the floor does.
+        job: the job, with bytes and times.
+        model: model of its memory.
+        budget_bytes: bytes that the process may hold on its device.
+        costs: costs of moves.
+        must_fit: raise if even the floor does not fit; otherwise the floor is chosen then.
+        recomputed: exactly what to recompute; None: what is best.
+        steps: steps of this job with this link and these options that were planned before; None: none.
+        guard_bytes: bytes of the budget to leave free, unless even the floor does not.
 
     Raises:
         BudgetError: if the budget is below what the step takes with everything offloaded, or recomputed.
@@ -77,7 +77,7 @@ def choose(
     curve = chooser.curve()
     everything, top = curve[0], curve[-1]
     floor = min([everything, *chooser.all_recomputed()], key=lambda each: each.held_bytes)
-    if floor.held_bytes > budget_bytes:  # few microbatches in flight may take less than their copies both ways
+    if floor.held_bytes > budget_bytes:  # few microbatches in flight may take less memory than their copies both ways
         floor = min([floor, *curve], key=lambda each: each.held_bytes)
     if floor.held_bytes > budget_bytes:
         if must_fit:
@@ -94,13 +94,13 @@ def choose(
 
 
 def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps) -> Chosen:
-    """Return what was chosen, with the memory of a corrected model.
+    """Return a choice with the memory of a corrected model.
 
     Args:
-        chosen: before.
-        held_bytes: measured, with the best.
-        model: that was corrected by that.
-        steps: of the job.
+        chosen: the choice so far.
+        held_bytes: measured with the best step.
+        model: corrected by this measurement.
+        steps: steps of the job.
     """
 
     def again(prediction: Prediction) -> Prediction:
@@ -113,7 +113,7 @@ def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps
 
 
 def refitted(chosen: Chosen, predictor: Predictor) -> Chosen:
-    """Return what was chosen, with the times of a predictor that was fitted to another time of the floor."""
+    """Return a choice with the times of a predictor that was fitted to another time of the floor."""
 
     def again(prediction: Prediction) -> Prediction:
         return prediction._replace(step_ms=predictor.predict(prediction.decision).step_ms)
@@ -124,7 +124,7 @@ def refitted(chosen: Chosen, predictor: Predictor) -> Chosen:
 
 
 def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
-    """Return what was chosen, with the times of another ratio; see `Costs.busy_ratio`."""
+    """Return a choice with the times of another ratio; see `Costs.busy_ratio`."""
 
     ratio = min(busy_ratio, chosen.most_busy_ratio)
 
@@ -136,14 +136,14 @@ def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
 
 
 def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:
-    """Say by how much a budget is too small, and what else would help."""
+    """Return a text that says by how much a budget is too small, and what else would help."""
     floor_bytes, group_bytes = lowest.held_bytes, lowest.resident_bytes
-    how = "offloaded, and recomputed where that is known how" if lowest.recomputed_bytes else "offloaded"
+    how = "offloaded, and recomputed where possible" if lowest.recomputed_bytes else "offloaded"
     return (
         f"gpu_budget is {_size(budget_bytes)}, {_size(floor_bytes - budget_bytes)} less than the {_size(floor_bytes)} "
         f"of a step with everything {how}, of which {_size(floor_bytes - group_bytes)} are weights, gradients, "
-        "optimizer state and whatever else is not offloaded. Raise the budget, offload or recompute more modules, use "
-        "smaller microbatches or shorter sequences, or shard the model further"
+        "optimizer state and other memory that is not offloaded. Raise the budget, offload or recompute more modules, "
+        "use smaller microbatches or shorter sequences, or shard the model further"
     )
 
 
@@ -155,9 +155,9 @@ class _Chooser:
     """Tries ways to fill a budget.
 
     Args:
-        predictor: of the steps.
-        limit_bytes: of the budget, to fill.
-        recomputed: in each step, and nothing else; None: what is best.
+        predictor: predicts the steps.
+        limit_bytes: bytes of the budget to fill.
+        recomputed: exactly what each step recomputes; None: what is best.
     """
 
     def __init__(self, predictor: Predictor, limit_bytes: int, recomputed: frozenset[Slot] | None) -> None:
@@ -178,10 +178,10 @@ class _Chooser:
         return [self._floor, *(self._predictor.predict(Decision(self._choices(), room)) for room in rooms), top]
 
     def candidates(self) -> list[Prediction]:
-        """Predict steps that fill the budget: with room for whatever needs it, with groups that always stay, with both.
+        """Predict steps that fill the budget: with room for any group, with groups that always stay, with both.
 
-        Room is what compute waits least with: it is used by what is needed next. What always stays costs the host
-        nothing.
+        With room compute waits least, because the group that is needed next uses it. Groups that always stay cost the
+        host no time.
         """
         kept = self._fill(order_to_keep(self._predictor))
         counts = sorted({len(kept) * share // _KEPT_SHARES for share in range(_KEPT_SHARES)})
@@ -189,11 +189,11 @@ class _Chooser:
         return [self._predictor.predict(decision) for decision in (*decisions, Decision(self._choices(kept)))]
 
     def _with_room(self, choices: Choices) -> Decision:
-        """Give what does not stay as much room as fits the budget; less than the floor takes would be none."""
+        """Give groups that do not stay as much room as fits the budget, and at least that of the floor."""
         least = self._floor.resident_bytes
         low = max(self._predictor.model.room_bytes(self.limit_bytes), least)  # fits wherever groups are at their peak
         held = self._held_bytes(choices, low)
-        if held > self.limit_bytes and choices.recomputed:  # what is recomputed is there besides
+        if held > self.limit_bytes and choices.recomputed:  # recomputed bytes are on the device as well
             low = max(least, low - (held - self.limit_bytes))
             held = self._held_bytes(choices, low)
         if held > self.limit_bytes:
@@ -211,7 +211,7 @@ class _Chooser:
         return self._predictor.held_bytes(Decision(choices, room))
 
     def _fill(self, order: Sequence[Slot]) -> list[Slot]:
-        """Return what can always stay: in order, until the budget is full."""
+        """Return the groups that can always stay: in order, until the budget is full."""
 
         def fits(kept: Sequence[Slot]) -> bool:
             return self._predictor.held_bytes(Decision(self._choices(kept))) <= self.limit_bytes
@@ -223,7 +223,7 @@ class _Chooser:
         return list(order[:low])
 
     def all_recomputed(self) -> list[Prediction]:
-        """Predict the step that recomputes all it can and offloads the rest, where anything can be recomputed."""
+        """Predict the step that recomputes all it can and offloads the rest, if anything can be recomputed."""
         options = self._options()
         return [self._predictor.predict(Decision(_recomputed(options)))] if options else []
 
@@ -231,7 +231,7 @@ class _Chooser:
         return cheapest_first(self._predictor.costs.options) if self._is_free else []
 
     def recomputing(self, best: Prediction) -> list[Prediction]:
-        """Predict steps that recompute what costs less to recompute than to copy, where compute waits for copies."""
+        """Predict steps that recompute groups, where compute waits for copies, if that costs less than to copy them."""
         if best.stalled_ms < (_EQUAL - 1) * best.step_ms and not best.decision.choices.recomputed:
             return []
         is_needed = self._floor.held_bytes > self.limit_bytes
@@ -266,7 +266,7 @@ def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:
 
 
 def _improving(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
-    """Return those that no other beats in both memory and time, by memory."""
+    """Return the predictions that no other beats in both memory and time, ordered by memory."""
     found: list[Prediction] = []
     for each in sorted(predictions, key=lambda each: (each.held_bytes, each.step_ms)):
         if not found or each.step_ms < found[-1].step_ms:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What choices change: what is to be kept does not move."""
+"""Applies choices to a plan: groups that are kept do not move."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from offload_engine.planning.plan import Line
 
 
 def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Move nothing of what is chosen to be kept, in any microbatch.
+    """Remove the moves of groups that are chosen to be kept, in every microbatch.
 
-    What is recomputed has no bytes, or those of its input, which leave as others do. This comes before copy-ins and
-    releases are placed, so that these are for what does move.
+    A recomputed group has no bytes, or those of its input, which leave like others. This pass comes before copy-ins and
+    releases are placed, so that they apply only to groups that move.
     """
     staying = {
         (stage, index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks of one rank: its compute stream, its two copy streams, and a host that runs ahead of them."""
+"""Keeps the clocks of one rank: its compute stream, its two copy streams, and a host that runs ahead of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Link:
 
 
 class Span(NamedTuple):
-    """Something on a track of the timeline; times in ms from the begin of the step."""
+    """An interval on a track of the timeline; times in ms from the start of the step."""
 
     track: str
     """"compute", "wait" (of compute, for a copy), "copy-out" or "copy-in"."""
@@ -38,11 +38,11 @@ class Span(NamedTuple):
 
 
 class Clocks:
-    """Times in ms from the begin of the step; work is issued in the order of the host.
+    """Keeps times in ms from the start of the step; work is issued in the order of the host.
 
     Args:
-        link: of the copies.
-        is_drawn: spans are noted.
+        link: link of the copies.
+        is_drawn: whether spans are recorded.
     """
 
     def __init__(self, link: Link, is_drawn: bool = True) -> None:
@@ -71,7 +71,7 @@ class Clocks:
             self.compute = until
 
     def receive(self, at: float) -> None:
-        """Make compute wait for another rank, which has sent at `at`."""
+        """Make compute wait for data that another rank sent at `at`."""
         self.compute = max(self.compute, at)
 
     def copy_out(self, nbytes: int, after: float, label: str) -> float:
@@ -82,14 +82,14 @@ class Clocks:
         return self._copy_out
 
     def copy_in(self, nbytes: int, label: str) -> float:
-        """Issue a copy-in, after the work that compute has been given by now; returns when it completes."""
+        """Issue a copy-in after the compute work issued so far; returns when it completes."""
         start = max(self._copy_in, self.compute, self.host)
         self._copy_in = start + nbytes / self._link.in_gbps / 1e6
         self._draw("copy-in", start, self._copy_in, label)
         return self._copy_in
 
     def is_over(self, at: float) -> bool:
-        """Return whether a copy that completes at `at` is complete for a host that asks now."""
+        """Return whether the host would now find a copy complete that completes at `at`."""
         return self.host >= at
 
     def _draw(self, track: str, start: float, end: float, label: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When copy-ins are issued: in the order of the backward, no further ahead of it than a horizon."""
+"""Decides when copy-ins are issued: in the order of the backward, no further ahead of it than a horizon."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Step(NamedTuple):
         return self.group(group).nbytes if self.largest_bytes else 1
 
     def inflight_limit(self) -> int:
-        """Return how much copy-out may be in flight, in the unit of `size`."""
+        """Return how many bytes of copy-out may be in flight, in the unit of `size`."""
         return self.bounds.inflight_limit(self.largest_bytes or 1)
 
 
@@ -50,20 +50,20 @@ class Room(Protocol):
         """Return whether `group` may come back now, or be counted on to stay.
 
         Args:
-            group: comes next.
-            nbytes: of it; 0: it is on the device.
+            group: the next group.
+            nbytes: its bytes; 0: it is on the device.
             is_in_forward: no backward was reached since a forward began.
         """
 
     def note_issued(self, group: GroupKey, nbytes: int) -> None:
-        """Note that `group` comes back, or may stay, ahead of its backward; `nbytes` as in `has_room`."""
+        """Note that `group` comes back, or may stay, ahead of its backward; see `has_room` for `nbytes`."""
 
     def note_reached(self, group: GroupKey) -> None:
         """Note that the backward of `group` begins."""
 
 
 class HorizonRoom:
-    """Up to `limit` bytes ahead, and always one group; 0: none ahead."""
+    """Allows `limit` bytes ahead, and always one group; 0: none ahead."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -89,11 +89,11 @@ class CopyInOrder:
     """Walks the boundaries of a step and says which groups to bring back at each.
 
     Args:
-        step: whose boundaries come.
-        away: the groups to bring back; read at each boundary, and left to the caller to change.
+        step: the step.
+        away: the groups to bring back; read at each boundary, and changed by the caller.
         room: bounds the groups that return ahead.
-        is_last_layer_first: of a chunk whose backward has not begun only the last layer comes back; and after a tail
-            a group comes back when the backward is at the last of its name, and no earlier.
+        is_last_layer_first: of a chunk whose backward has not begun, only the last layer comes back; and after a tail a
+            group comes back when the backward is at the last of its name, no earlier.
     """
 
     def __init__(self, step: Step, away: Collection[GroupKey], room: Room, is_last_layer_first: bool) -> None:
@@ -104,13 +104,13 @@ class CopyInOrder:
         self._positions = {action: position for position, action in enumerate(step.actions)}
         self._last_index_by_name = [shape.last_index_by_name() for shape in step.shapes]
         self._next: dict[ChunkKey, int] = {}  # index of the group to bring back next; counts down
-        self._near: dict[ChunkKey, int] = {}  # the backward has come to this group, or begins near it
+        self._near: dict[ChunkKey, int] = {}  # index that the backward has reached, or near which it begins
         self._window: list[ChunkKey] = []  # chunks to bring back now, soonest first
-        self._in_backward: ChunkKey | None = None  # reached last, and no forward has begun since
+        self._in_backward: ChunkKey | None = None  # reached last; no forward has begun since
         self._issued: list[GroupKey] = []
 
     def at(self, boundary: Boundary) -> list[GroupKey]:
-        """Return the groups to bring back at `boundary`, in order; those of a reached group first."""
+        """Return the groups to bring back at `boundary`, in order; a group whose backward begins comes first."""
         self._issued = []
         kind, chunk, index = boundary
         if chunk is None or kind not in (FORWARD, LOSS_DONE, BACKWARD):
@@ -162,7 +162,7 @@ class CopyInOrder:
         chunk, index = group
         self._near[chunk] = min(self._near[chunk], index)
         self._room.note_reached(group)
-        if self._next[chunk] == index:  # not ahead: it comes at the last moment
+        if self._next[chunk] == index:  # not ahead, but at the last moment
             self._next[chunk] -= 1
             if group in self._away:
                 self._issued.append(group)

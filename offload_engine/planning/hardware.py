@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines by name: how much memory and how fast, from a table in a file. No torch here."""
+"""Reads machines from a table in a file: their memory and speeds, by name. No torch here."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Hardware:
         """Return the link of one GPU.
 
         Args:
-            num_copying: GPUs of a host that copy at the same time; one is alone, and more share what eight get.
+            num_copying: number of GPUs of a host that copy at once; several share the total bandwidth of eight.
             is_both_ways: copies go out and in at once, as in a pipeline.
 
         Raises:
             ValueError: if `num_copying` is below 1.
         """
         if num_copying < 1:
-            raise ValueError(f"num_copying={num_copying}: a link is of at least one GPU")
+            raise ValueError(f"num_copying must be at least 1, got {num_copying}")
         alone = (self.both_gbps, self.both_gbps) if is_both_ways else (self.out_gbps, self.in_gbps)
         shared = (self.all_both_gbps,) * 2 if is_both_ways else (self.all_out_gbps, self.all_in_gbps)
         if num_copying == 1:
@@ -94,8 +94,8 @@ def find_hardware(name: str, file: str | os.PathLike[str] | None = None) -> Hard
     """Find a machine: `h200`, or `h200x8` for eight of these GPUs in one host.
 
     Args:
-        name: of the table.
-        file: a table of the user, whose machines come first; it may change some values of a known machine only.
+        name: name in the table.
+        file: a table of the user, whose machines take precedence; it may override single values of a known machine.
 
     Raises:
         ValueError: for an unknown name, with all names that are known; or a file that is not such a table.
@@ -105,7 +105,7 @@ def find_hardware(name: str, file: str | os.PathLike[str] | None = None) -> Hard
     if file is not None:
         for key, row in _read(file).items():
             table[key] = {**table.get(key, {}), **row}
-    if name in table:  # before the number is split off: a name may end in it
+    if name in table:  # before the number is split off, because a name may end in one
         return _make(name, name, 1, table[name])
     match = _NAME.fullmatch(name)
     gpu, number = (match["gpu"], match["number"]) if match else (name, None)
@@ -145,7 +145,7 @@ def _read(file: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{os.fspath(file)} is not a TOML file: {error}") from None
     for name, row in table.items():
         if not isinstance(row, dict):
-            raise ValueError(f"{os.fspath(file)}: {name} must be a machine, as [{name}] with a line for each value")
+            raise ValueError(f"{os.fspath(file)}: {name} must be a machine: [{name}], then a line for each value")
     return table
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host bytes of one rank, lent to copy-outs and returned by copies that still read them."""
+"""Lends the host bytes of one rank to copy-outs; copies that still read them return them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ class Lent:
         self.slab: int = taken.slab
         self.start: int = taken.start
         self.free_at: float = max((event.at for event in taken.events), default=0.0)
-        """From when on they may be written, in ms."""
-        self.event: _Event | None = None  # of the copy that they were returned with
+        """Time from which on they may be written, in ms."""
+        self.event: _Event | None = None  # of the copy with which they were returned
 
 
 class HostBytes:
-    """The host pool of one rank, as that of an engine: it grows by slabs, and may become one slab between two steps.
+    """Simulates the host pool of one rank: it grows by slabs, which may be consolidated between two steps.
 
-    Bytes are lent last while a copy-in reads them that compute has not awaited: a copy-out would wait for that instead
-    of running beside it.
+    Bytes that an unawaited copy-in still reads are lent last: a copy-out would wait for it instead of overlapping it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class HostBytes:
         assert taken is not None
         return Lent(taken, nbytes)
 
-    def give_back(self, lent: Lent, read_until: float, is_unawaited: bool) -> None:
+    def return_bytes(self, lent: Lent, read_until: float, is_unawaited: bool) -> None:
         """Return bytes that a copy touches until `read_until`; `is_unawaited`: compute has not awaited that copy."""
         self.lent_bytes -= lent.nbytes
         lent.event = _Event(read_until)
@@ -78,7 +77,7 @@ class HostBytes:
 
     def note_awaited(self, lent: Lent) -> None:
         """Note that compute has awaited the copy with which `lent` was returned."""
-        self._unawaited.discard(lent.event)
+        self._unawaited.forget(lent.event)
 
     def _is_complete(self, event: _Event) -> bool:
         return self._clocks is not None and self._clocks.is_over(event.at)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a step takes with other choices: one step is measured, and only the difference is modelled.
+"""Predicts how much memory a step takes with other choices: one step is measured, and only the difference is modelled.
 
-Bytes of groups that leave the device leave its peak one for one. So the allocator's peak before each boundary, less the
-bytes of groups that were there, is what all else takes, whatever is chosen.
+Bytes of groups that leave the device reduce its peak one for one. So the allocator's peak before each boundary, minus
+the bytes of groups on the device, is the memory of everything else, whatever is chosen.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from offload_engine.planning.shapes import Bounds, Shapes
 from offload_engine.schedule import Action
 
 _WASTED_KEEPING: Final = 5 / 8
-_WASTED_MOVING: Final = 9 / 10
-"""Reserved but unused bytes of other steps, as shares of the floor's: where nothing moves, and where something moves.
-(Twelve budgets on an H200: 0.60 and 0.64 where nothing moved, otherwise 0.4 to 1.16.)"""
+_WASTED_IN_PIPELINE: Final = 3 / 4
+_WASTED_MOVING: Final = 8 / 10
+"""Reserved but unused bytes of other steps, as shares of the floor's: if nothing moves; if nothing does, and several
+chunks wait for their backward at once; and if something moves. (H200s: 0.60 to 0.64; on four ranks 0.4 to 2.0; of
+thirteen decisions 0.4 to 1.0, eight of them 0.71 to 0.81.)"""
+_WASTED_BEYOND: Final = 1 / 5
+"""If nothing moves and several chunks wait: at least this share of what is allocated beyond the floor. Chunks are freed
+in another order than they were allocated in. (Two ranks that had left little at the floor: 0.20 and 0.21.)"""
+_MOST_WASTED: Final = 2
+"""At most this many times the bytes that the floor reserves in vain: if it wastes nothing, later steps will not."""
 
 
 class Excess(NamedTuple):
-    """What a step held beyond its prediction, in bytes; negative where it held less."""
+    """By how many bytes a step exceeded its prediction; negative if it held less."""
 
     allocated: int = 0
     wasted: int = 0
@@ -38,21 +45,21 @@ class Excess(NamedTuple):
 
 
 class MeasuredBoundary(NamedTuple):
-    """What was measured when a boundary came, before its moves."""
+    """Measurements at a boundary, before its moves."""
 
     boundary: Boundary
     peak_bytes: int
-    """The most that was allocated since the boundary before."""
+    """Peak of allocated bytes since the previous boundary."""
     resident_bytes: int
     """Bytes of groups on the device."""
 
 
 class MeasuredMemory(NamedTuple):
-    """What was measured of one step in which everything was offloaded."""
+    """Measurements of one step in which everything was offloaded."""
 
     boundaries: tuple[MeasuredBoundary, ...]
     between_bytes: int
-    """The most that was allocated between this step and the next, by an optimizer for instance."""
+    """Peak of allocated bytes between this step and the next, for instance by an optimizer."""
     overhead_bytes: int
     """Bytes besides the peak of allocated bytes: reserved by the allocator but unused, or outside the allocator."""
     wasted_bytes: int = 0
@@ -84,14 +91,14 @@ class Job:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Predicts what a process holds on its device at the most."""
+    """Predicts the most bytes that a process holds on its device."""
 
     other_bytes: Mapping[Boundary | Moment, int]
-    """What all but groups takes before each boundary; and, for steps with other microbatches, before the same boundary
-    of any microbatch."""
+    """Bytes of all else but groups before each boundary; and, for steps with other microbatches, before the same
+    boundary of any microbatch."""
     early_bytes: Mapping[Boundary | Moment, int]
-    """How much less of the groups was there than might have been, because copy-outs were complete. Scaled by how much
-    leaves. Empty where that is left to chance."""
+    """How many bytes of groups were released early, because copy-outs were complete. Scaled by the bytes that leave.
+    Empty if that is random."""
     floor_bytes: int
     """Bytes of the groups that leave when everything is offloaded."""
     floor_moved_bytes: int = 0
@@ -101,49 +108,55 @@ class MemoryModel:
     wasted_bytes: int = 0
     """See `MeasuredMemory`; steps that move less reserve less of it."""
     correction_bytes: int = 0
-    """Allocated less predicted, of steps since."""
-
-    def held_bytes(self, job: Job, choices: Choices) -> int:
-        """Return how many bytes the process holds at the most, with some choices."""
-        return self.held_with(job.residents(choices), self.early_share(job, choices))
+    """Allocated minus predicted bytes of later steps."""
+    floor_peak_bytes: int = 0
+    """Most bytes allocated if everything is offloaded."""
+    is_pipeline: bool = False
+    """Several chunks wait for their backward at once."""
 
     def early_share(self, job: Job, choices: Choices) -> float:
-        """Return how much of what was gone early will be: under a budget of resident bytes nothing needs to be."""
+        """Return the share of early releases that recur: under a budget of resident bytes, none has to."""
         if job.bounds.resident_bytes is not None or not self.floor_bytes:
             return 0.0
         return leaving_bytes(job.shapes, choices) / self.floor_bytes
 
     def correction_share(self, residents: Residents) -> float:
-        """Return how much of the correction counts: one downwards was for what leaves, earlier than it had to."""
+        """Return the share of the correction that applies: a negative one came from groups that left early."""
         if self.correction_bytes >= 0 or not self.floor_moved_bytes:
             return 1.0
         return min(1.0, residents.moved_bytes / self.floor_moved_bytes)
 
     def room_bytes(self, budget_bytes: int) -> int:
-        """Return how many bytes groups may have at any boundary within a budget of what the process holds."""
+        """Return how many bytes groups may have at any boundary within a budget for the whole process."""
         most = max(self.other_bytes.values(), default=0)
         return max(0, budget_bytes - most - self.overhead_bytes - self.correction_bytes)
 
     def held_with(self, residents: Residents, share: float) -> int:
-        """Return how many bytes the process holds at the most.
+        """Return the most bytes that the process holds.
 
         Args:
-            residents: of groups.
+            residents: bytes of groups on the device.
             share: see `early_share`.
         """
-        peak = max((self._peak_at(b, nbytes, share) for b, nbytes in residents.before.items()), default=0)
         correction = round(self.correction_share(residents) * self.correction_bytes)
-        return max(peak, self.between_bytes) + correction + self.overhead_with(residents)
+        return max(self._peak(residents, share), self.between_bytes) + correction + self.overhead_with(residents)
 
     def overhead_with(self, residents: Residents) -> int:
         """Return how many bytes the process holds besides its peak of allocated bytes."""
-        share = _WASTED_MOVING if residents.moved_bytes else _WASTED_KEEPING
+        return self.overhead_bytes - self.wasted_bytes + self._wasted_with(residents)
+
+    def _wasted_with(self, residents: Residents) -> int:
         if residents.moved_bytes >= self.floor_moved_bytes:
-            share = 1.0  # as measured
-        return self.overhead_bytes - round((1.0 - share) * self.wasted_bytes)
+            return self.wasted_bytes  # as measured
+        if residents.moved_bytes:
+            return round(_WASTED_MOVING * self.wasted_bytes)
+        if not self.is_pipeline:
+            return round(_WASTED_KEEPING * self.wasted_bytes)
+        beyond = round(_WASTED_BEYOND * (self._peak(residents, 0.0) - self.floor_peak_bytes))
+        return max(round(_WASTED_IN_PIPELINE * self.wasted_bytes), min(beyond, _MOST_WASTED * self.wasted_bytes))
 
     def peak_boundary(self, residents: Mapping[Boundary, int]) -> Boundary | None:
-        """Return the boundary before which the peak is; None: nothing was measured."""
+        """Return the boundary before which the peak is; None if nothing was measured."""
         return max(residents, key=lambda boundary: self._peak_at(boundary, residents[boundary], 0.0), default=None)
 
     def corrected(self, excess: Excess) -> MemoryModel:
@@ -153,6 +166,9 @@ class MemoryModel:
             correction_bytes=self.correction_bytes + excess.allocated,
             overhead_bytes=self.overhead_bytes + excess.wasted,
         )
+
+    def _peak(self, residents: Residents, share: float) -> int:
+        return max((self._peak_at(b, nbytes, share) for b, nbytes in residents.before.items()), default=0)
 
     def _peak_at(self, boundary: Boundary, nbytes: int, share: float) -> int:
         at: Boundary | Moment = boundary if boundary in self.other_bytes else moment_of(boundary)
@@ -167,12 +183,12 @@ def moment_of(boundary: Boundary) -> Moment:
 
 
 def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: bool) -> MemoryModel:
-    """Make the model of what was measured with everything offloaded.
+    """Make the model from a step that was measured with everything offloaded.
 
     Args:
-        job: that was measured.
-        measured: of the step.
-        is_early_certain: a copy-out that was complete when a boundary came will be complete there again.
+        job: the measured step.
+        measured: its measurements.
+        is_early_certain: a copy-out that was complete at a boundary will be complete there again.
     """
     every = job.residents(Choices())
     residents = every.before
@@ -185,6 +201,7 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
             if is_early_certain:
                 early[at] = min(early.get(at, spare), spare)
     floor = leaving_bytes(job.shapes, Choices())
+    followed = zip(job.actions, job.actions[1:], strict=False)
     return MemoryModel(
         others,
         early,
@@ -193,6 +210,8 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
         between_bytes=measured.between_bytes,
         overhead_bytes=measured.overhead_bytes,
         wasted_bytes=measured.wasted_bytes,
+        floor_peak_bytes=max((boundary.peak_bytes for boundary in measured.boundaries), default=0),
+        is_pipeline=any(first.kind == following.kind == "F" for first, following in followed),
     )
 
 
@@ -207,10 +226,16 @@ def leaving_bytes(shapes: Shapes, choices: Choices) -> int:
 
 
 def _merged(measured: Sequence[MeasuredBoundary], known: Mapping[Boundary, int]) -> Iterable[tuple[Boundary, int, int]]:
-    """Yield boundary, other bytes and resident bytes; what was measured at an unknown boundary goes to the next."""
+    """Yield boundary, other bytes and resident bytes.
+
+    Measurements at an unknown boundary are merged into the next, and so are those of a boundary that came again: the
+    moves of the first time lie between, as where both the logits and the end of a forward report the head.
+    """
+    left = dict.fromkeys(known)
     other = 0
     for boundary, peak, resident in measured:
         other = max(other, peak - resident)
-        if boundary in known:
+        if boundary in left:
+            del left[boundary]
             yield boundary, other, resident
             other = 0

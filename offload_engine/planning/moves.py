@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves and the boundaries at which they happen: the vocabulary of policies, plans, recordings and the simulator.
+"""Defines moves and the boundaries at which they happen, for policies, plans, recordings and the simulator.
 
 A boundary is a moment at which the engine is called. As text:
 
     F0.3          the forward of the chunk (stage 0, microbatch 3) begins
     F0.3:5        its group 5 commits
-    F0.3:launch5  5 groups have committed, and the device has work again that it waited for the host to launch
+    F0.3:launch5  5 groups have committed, and the device, after a wait for the host, has work again
     F0.3:held5    5 groups have committed, and outside references to saved storages are declared as no longer read
     F0.3:5/unkeep its group 5 was kept, and its backward does not come at once after all
     F0.3:tail     the last block of the forward begins
     F0.3:head     the layers are through: logits and loss come next
     F0.3:end      the forward is over
-    B0.3:loss     its backward has come through the loss
+    B0.3:loss     its backward has passed the loss
     B0.3          its backward begins
     B0.3:turn     its backward begins right after its forward, and nothing had announced it
     B0.3:5        the backward of its group 5 begins
@@ -29,9 +29,9 @@ from offload_engine.schedule import ChunkKey
 
 
 class Op(enum.Enum):
-    """What happens to a group."""
+    """The kinds of move."""
 
-    __hash__ = object.__hash__  # that of an enumeration is a function in Python, and plans look up each boundary
+    __hash__ = object.__hash__  # that of Enum is slow Python code, and plans look up each boundary
 
     OUT = "OUT"
     """Its copy-out is issued."""
@@ -79,7 +79,7 @@ class Boundary(NamedTuple):
     chunk: ChunkKey | None = None
     """None for `ITERATION_END`."""
     index: int = -1  # type: ignore[assignment]  # hides `tuple.index`
-    """Group, or number of groups committed, where the kind has one; else -1."""
+    """Group, or number of groups committed, if the kind has one; otherwise -1."""
 
     def __str__(self) -> str:
         chunk = "" if self.chunk is None else f"{self.chunk.stage}.{self.chunk.microbatch}"
@@ -87,7 +87,7 @@ class Boundary(NamedTuple):
 
     @property
     def group(self) -> GroupKey:
-        """Return the group at whose boundary this is. Only for kinds that have one."""
+        """Return the group of this boundary. Only for kinds that have one."""
         assert self.chunk is not None
         return GroupKey(self.chunk, self.index)
 
@@ -102,7 +102,7 @@ class PlannedMove(NamedTuple):
         return f"{self.op.value} {self.group}"
 
 
-# The compiled core reads a constant in no time, a member of an enumeration as slowly as any attribute of a class.
+# Constants, because in the compiled core a constant costs nothing and a member of an enum is an attribute lookup.
 OUT: Final = Op.OUT
 DROP: Final = Op.DROP
 IN: Final = Op.IN

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: at which boundary of a step which groups are copied out, released and copied in.
+"""Defines a plan: at which boundary of a step which groups are copied out, released and copied in.
 
 As text, one line for each boundary that has moves:
 
@@ -8,9 +8,8 @@ As text, one line for each boundary that has moves:
     F0.3:head  DROP 0.3:0 0.3:1 0.3:2
     B0.2       IN 0.2:7
 
-A group without a move is kept. All else is left to the executor of the plan: a copy-out that has completed
-may be released at any boundary, compute waits for the oldest copy-outs beyond the limit in flight, and an unpack brings
-what is missing.
+A group without a move is kept. The executor of the plan decides the rest: a completed copy-out may be released at any
+boundary, compute waits for the oldest copy-outs beyond the limit in flight, and unpack copies in what is missing.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The moves of one rank's step, by boundary.
+    """Holds the moves of one rank's step, by boundary.
 
     Raises:
         ValueError: if a boundary comes twice, or has no moves.
@@ -95,10 +94,10 @@ def format_plan(plan: Plan) -> str:
 
 
 def parse_plan(text: str) -> Plan:
-    """Parse the text of a plan; the exact inverse of `format_plan`. Empty lines and `# comments` are left out.
+    """Parse the text of a plan; the exact inverse of `format_plan`. Empty lines and `# comments` are ignored.
 
     Raises:
-        ValueError: naming the first line that is none of a plan.
+        ValueError: if a line is not of a plan; names the first one.
     """
     lines: dict[Boundary, Line] = {}
     for number, row in enumerate(text.splitlines(), 1):
@@ -136,7 +135,7 @@ def validate_plan(plan: Plan, actions: Sequence[Action], shapes: Shapes) -> None
 
 
 def diff_plans(a: Plan, b: Plan) -> str:
-    """List the moves that two plans make at different boundaries, a line for each; empty where they are equal.
+    """List the moves that two plans make at different boundaries, one per line; empty if the plans are equal.
 
     As text `OUT 0.3:4  F0.3:4 -> F0.3:5`; `none` where a plan does not make the move.
     """
@@ -152,7 +151,7 @@ def diff_plans(a: Plan, b: Plan) -> str:
 
 
 class _Checker:
-    """The state of each group between two lines of a plan."""
+    """Tracks the state of each group between two lines of a plan."""
 
     def __init__(self, order: Mapping[Boundary, int], groups: frozenset[GroupKey]) -> None:
         self.away: dict[GroupKey, tuple[Boundary, bool]] = {}  # where it left, and whether it was released
@@ -161,7 +160,7 @@ class _Checker:
         self._position = -1
 
     def check_line(self, line: Line) -> None:
-        """Check the moves of the next line. Raises ValueError, naming the first that is wrong."""
+        """Check the moves of the next line. Raises ValueError, which names the first wrong move."""
         position = self._order.get(line.boundary)
         if position is None:
             raise ValueError(f"{line.moves[0]}: the step has no such boundary")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the plan of a step: a chain of functions from lines to lines, each with its reason.
 
-A line is a boundary with its moves. Every pass takes all lines of the step, those without moves too, and returns new
-ones. `everything_leaves` states that each group is copied out when it commits and comes back when its backward begins;
-the others take moves out, shift them to other boundaries, or add releases.
+A line is a boundary with its moves. Every pass takes all lines of the step, also those without moves, and returns new
+ones. `everything_leaves` copies each group out when it commits and in when its backward begins; the other passes remove
+moves, shift them to other boundaries, or add releases.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def plan_step(
     """Plan one step of one rank.
 
     Args:
-        actions: of the rank, in order.
-        shapes: of its chunks, by virtual stage.
-        bounds: None: the defaults.
-        choices: what becomes of each group; None: all are offloaded.
+        actions: schedule of the rank, in order.
+        shapes: shapes of its chunks, by virtual stage.
+        bounds: bounds of the plan; None: the defaults.
+        choices: the choice for each group; None: all are offloaded.
         is_combined: forward and backward of two chunks run together, as in the all-to-all overlap.
-        skip: names of `PASSES` to leave out.
-        boundaries: of the step, if they are known, as `step_boundaries` lists them.
+        skip: names of `PASSES` to skip.
+        boundaries: boundaries of the step, if known, as `step_boundaries` lists them.
 
     Raises:
-        ValueError: for a name in `skip` that is none of them, for an action without a shape, and as `check_step`.
+        ValueError: for an unknown name in `skip`, for an action without a shape, and as `check_step`.
     """
     if boundaries is None:
         check_step(actions)
@@ -81,10 +81,10 @@ def plan_step(
 
 
 class Planner:
-    """Plans made before, by all that they were made of: equal inputs give the same plan, and no step spoils another's.
+    """Memoises plans by all of their inputs, so steps of different kinds do not evict each other's plan.
 
     Args:
-        max_plans: how many are remembered; the one not asked for longest is forgotten.
+        max_plans: number of plans to keep; the least recently used one is forgotten.
     """
 
     def __init__(self, max_plans: int = 16) -> None:
@@ -102,7 +102,7 @@ class Planner:
         choices: Choices | None = None,
         is_combined: bool = False,
     ) -> Plan:
-        """Return the plan of a step, as `plan_step` makes it."""
+        """Return the plan of a step; see the function `plan_step`."""
         key = (tuple(actions), shapes, bounds, choices, is_combined)
         plan = self._plans.pop(key, None)
         if plan is None:
@@ -129,10 +129,10 @@ def everything_leaves(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def keep_turn_around(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Keep the groups that a backward which comes at once needs first: see `ChunkShape.kept_at_once`.
+    """Keep the groups that a backward at once needs first: see `ChunkShape.kept_at_once`.
 
-    Their copies could not be out and back in time, so they would only make that backward wait. It is the last group of
-    each name, not the last layer: a layer does not always run its modules in the order of their names.
+    They could not be copied out and in in time, so that backward would wait. The last group of each name is kept, not
+    the last layer: a layer does not always run its modules in the order of their names.
     """
     kept = _kept(step)
     return (
@@ -148,10 +148,10 @@ def keep_turn_around(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Copy a group out late, if it was kept for a backward that does not come at once after all.
+    """Copy a group out late if it was kept for a backward that does not come at once after all.
 
-    This is so where a module runs twice in a chunk: its first run cannot know that only the last one has its backward
-    next.
+    This happens if a module runs twice in a chunk: its first run cannot know that only the backward of its last run
+    comes next.
     """
     if all(group.unkeep_count is None for shape in step.shapes for group in shape.groups):
         return list(lines)
@@ -164,14 +164,14 @@ def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Delay the copy-out of groups in front of a layer's experts until those are launched.
+    """Delay the copy-out of groups before a layer's experts until these are launched.
 
-    During a copy the host takes two to four times as long for data that it has not cached, and after the dispatcher's
-    wait for split sizes the device waits for the host to launch the experts' first kernels: two rounds of c-moe with
-    `core_attn` took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half of the bytes
-    that may be in flight are delayed, so that compute never waits for a copy because it was issued late. A delayed
-    group goes in front of the next that is copied at once, at the latest where outside references are declared as no
-    longer read (their storage frees nothing before it leaves), the tail begins, or the forward ends.
+    During a copy, reads of uncached memory take the host two to four times as long, and after the dispatcher's wait for
+    split sizes the device waits for the host to launch the experts' first kernels: two rounds of c-moe with `core_attn`
+    took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half of the bytes that may be
+    in flight are delayed, so that compute never waits for a copy because it was issued late. A delayed group is copied
+    out before the next group that is not delayed; at the latest where outside references are declared as no longer read
+    (their storage frees no memory before it leaves), where the tail begins, or where the forward ends.
     Under a budget of resident bytes nothing is delayed, because delayed bytes would take its room. (A reactive policy
     also stops delaying once the link has fallen behind, which a plan cannot know.)
     """
@@ -192,20 +192,20 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def drop_before_peaks(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Release copied-out groups where memory has its peak, with a wait if their copies are not complete.
+    """Release copied-out groups where memory peaks, with a wait if their copies are not complete.
 
     - After another forward (1F1B, interleaved) the peak is where a chunk's backward begins: everything is saved, and
       the backward of an MLP needs the most room. Groups that left before the tail of that forward are released there.
       This wait costs little, because the tail took about as long as the copies. It comes with the backward, not with
       the end of the forward, so that it does not delay the next stage. The copy-outs of the tail have just been issued
       and are not released: waiting for half of them as well was one reason why steps took 1.596 instead of 1.384 times
-      no offload. With `Bounds.max_inflight_bytes` set nothing is released here: that bound alone decides.
-    - Where the backward comes at once the peak is in the loss. With a head, everything is released when the logits are
+      no offload. With `Bounds.max_inflight_bytes` nothing is released here: that bound alone decides.
+    - If the backward comes at once, the peak is in the loss. With a head, everything is released when the logits are
       made, and groups a layer older than the first kept group at that group: otherwise the last layer would take other
       memory, which stays reserved. Without a head, everything is released at each kept group.
 
-    Groups beyond the limit in flight are released earlier, by the executor, and are not named. Under a budget releases
-    follow from the budget alone, see `fit_budget`.
+    The executor releases groups beyond the limit in flight earlier, so the plan does not name them. Under a budget,
+    releases follow from the budget alone; see `fit_budget`.
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
@@ -222,8 +222,8 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
     The horizon keeps the backward from waiting; a longer one would raise the peak. Only chunks whose backward comes
     before the next forward return. Of a chunk whose backward has not begun, only the last layer returns: the weight
     gradients of the tail need the memory that the loss has just freed in large pieces. Groups of earlier layers return
-    when the backward reaches the last group of their name, which leaves them the backward of a whole layer. With
-    `Bounds.horizon_bytes` set that bound alone decides, and the last layer has no precedence.
+    when the backward reaches the last group of their name, so their copies have the backward of a whole layer. With
+    `Bounds.horizon_bytes` that bound alone decides, and the last layer has no precedence.
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
@@ -240,9 +240,9 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def fit_budget(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Keep in place all that fits into a budget of resident bytes, and bring the rest back early.
+    """Keep all groups that fit into a budget of resident bytes, and bring the others back early.
 
-    See `fit_resident_bytes`. Nothing changes without a budget, or without bytes.
+    See `fit_resident_bytes`. Nothing changes without a budget, or if bytes are not known.
     """
     if step.bounds.resident_bytes is None or not step.largest_bytes:
         return list(lines)

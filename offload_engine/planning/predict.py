@@ -17,28 +17,28 @@ from offload_engine.planning.steps import Decision, Outcome, Steps
 
 _LEAST_BUSY: Final = 1 / 8
 _LEAST_BUSY_RATIO: Final = 0.75
-"""What clocks can do. All beyond is something else, of one step."""
+"""The most that clock rates can explain. Anything beyond has another cause, in one step."""
 
 
 class Prediction(NamedTuple):
-    """What a step takes with some decision."""
+    """What a step takes under a decision."""
 
     decision: Decision
     held_bytes: int
-    """What the process holds on its device at the most."""
+    """The most bytes that the process holds on its device."""
     resident_bytes: int
     """Largest number of bytes of groups on the device."""
     step_ms: float
     exposed_ms: dict[str, float]
     """How long compute waits for the copies of groups, by their name."""
     moved_bytes: dict[str, int]
-    """Copied out in a step, by name of group; as the next two."""
+    """Bytes copied out in a step, by name of group, like the next two."""
     kept_bytes: dict[str, int]
     recomputed_bytes: dict[str, int]
     num_moves: int
     """Groups copied out in a step."""
     busy: float = 0.0
-    """Share that it does without, of the waits for copies of a step in which everything is offloaded."""
+    """Share of the floor's waits for copies that this step avoids."""
 
     @property
     def stalled_ms(self) -> float:
@@ -48,34 +48,34 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What moving and recomputing cost."""
+    """Costs of moving and recomputing."""
 
     link: Link = Link()
     host_us: float = 25.0
     """Host time to copy one group out and in."""
     options: tuple[RecomputeOption, ...] = ()
     floor_ms: float | None = None
-    """Measured, of a step in which everything was offloaded; None: as simulated."""
+    """Measured time of a step in which everything was offloaded; None: as simulated."""
     busy_ratio: float = 1.0
-    """How much longer compute takes where it never waits for copies than where everything is offloaded: a GPU that
-    idles less clocks lower. (Dense, 8 layers, one H200: 870 ms against 764, where a third of the floor is waits.)"""
+    """How much longer compute takes if it never waits for copies than if everything is offloaded: a GPU that idles less
+    clocks lower. (Dense, 8 layers, one H200: 870 ms against 764, where a third of the floor is waits.)"""
 
 
 class Predictor:
     """Predicts the steps of one job, each decision once.
 
     Args:
-        job: with bytes and times.
-        model: of its memory.
-        costs: of moves.
-        steps: of this job with this link and these options, planned before; None: none.
+        job: the job, with bytes and times.
+        model: model of its memory.
+        costs: costs of moves.
+        steps: steps of this job with this link and these options that were planned before; None: none.
 
     Attributes:
-        steps: planned and simulated.
-        nbytes: of each slot, for one microbatch.
-        floor: a step in which everything is offloaded.
+        steps: planned and simulated steps.
+        nbytes: bytes of each slot, for one microbatch.
+        floor: the step in which everything is offloaded.
         most_busy_ratio: the largest `Costs.busy_ratio` by which no step that waits less takes longer than the floor.
-        busy_ratio: that of the costs, which may be of other steps, or the largest.
+        busy_ratio: ratio of the costs, which may be of other steps, or the largest.
     """
 
     def __init__(self, job: Job, model: MemoryModel, costs: Costs, steps: Steps | None = None) -> None:
@@ -84,8 +84,8 @@ class Predictor:
         self.model: MemoryModel = model
         self.costs: Costs = costs
         self._predictions: dict[Decision, Prediction] = {}
-        self._stall_share = 1.0  # of simulated waits, those that are real
-        self._rest_ms = 0.0  # of a step, not simulated: waits for other ranks, for instance
+        self._stall_share = 1.0  # share of the simulated waits that is real
+        self._rest_ms = 0.0  # time of a step that is not simulated, for instance waits for other ranks
         self._floor_stalled_ms = 0.0  # as simulated
         self.most_busy_ratio: float = 1.0
         self.busy_ratio: float = 1.0
@@ -162,16 +162,16 @@ class Predictor:
         return self._slots[group.chunk.stage][group.index]
 
     def held_bytes(self, decision: Decision) -> int:
-        """Predict what the process holds at the most, without a simulation."""
+        """Predict the most bytes that the process holds, without a simulation."""
         return held_with(self.model, self.steps, decision)
 
 
 def _fit(floor: Outcome, floor_ms: float) -> tuple[float, float]:
-    """Fit simulated times to what was measured with everything offloaded.
+    """Fit simulated times to a measurement with everything offloaded.
 
-    Waits for copies come first: how early a copy completes is what a simulation knows least of. (16 layers on one
-    H200, everything offloaded: 358 ms of simulated waits, 245 of measured ones.) They are not more than simulated:
-    what is left is the same for every decision.
+    Waits for copies are fitted first, because a simulation knows least about when copies complete. (16 layers on one
+    H200, everything offloaded: 358 ms of simulated waits, 245 of measured ones.) They never exceed the simulated ones:
+    the remaining difference is the same for every decision.
 
     Returns:
         The share of simulated waits that is real, and the ms that are not simulated.
@@ -182,14 +182,14 @@ def _fit(floor: Outcome, floor_ms: float) -> tuple[float, float]:
 
 
 def floor_ms_of(other: Outcome, floor: Outcome, floor_ms: float) -> float:
-    """Return what a step of other actions takes with everything offloaded, by what was measured of one.
+    """Return how long a step of other actions takes with everything offloaded, from the measurement of one step.
 
-    As large a share of its simulated waits is real, and what is not simulated grows with its compute.
+    The same share of its simulated waits is real, and the time that is not simulated grows with its compute.
 
     Args:
-        other: simulated, with everything offloaded.
-        floor: the same, of the actions that were measured.
-        floor_ms: measured.
+        other: simulated step, with everything offloaded.
+        floor: simulated step of the measured actions, with everything offloaded.
+        floor_ms: measured time of the floor.
     """
     share, rest_ms = _fit(floor, floor_ms)
     scale = other.busy_ms / floor.busy_ms if floor.busy_ms else 1.0
@@ -199,17 +199,17 @@ def floor_ms_of(other: Outcome, floor: Outcome, floor_ms: float) -> float:
 def refitted_floor_ms(
     floor: Outcome, floor_ms: float, prediction: Prediction, busy_ratio: float, measured_ms: float
 ) -> float:
-    """Return what a step takes with everything offloaded: less than was measured, where a later step shows that.
+    """Return how long a step takes with everything offloaded: less than measured, if a later step shows that.
 
-    The measured one may have been held up, which is in all predictions. Only as much is taken from it as no simulation
-    explains, unless the later step waits for copies as long.
+    The measured step may have been delayed, which affects all predictions. Only time that no simulation explains is
+    subtracted, unless the later step waits for copies as long.
 
     Args:
-        floor: simulated, with everything offloaded.
-        floor_ms: measured.
-        prediction: of the later step, by these.
-        busy_ratio: that it was predicted with; see `Costs`.
-        measured_ms: of the later step.
+        floor: simulated step, with everything offloaded.
+        floor_ms: its measured time.
+        prediction: prediction of the later step from these.
+        busy_ratio: ratio that it was predicted with; see `Costs`.
+        measured_ms: time of the later step.
     """
     over_ms = _unslowed_ms(prediction, busy_ratio) - measured_ms
     if prediction.busy >= _LEAST_BUSY:
@@ -218,30 +218,30 @@ def refitted_floor_ms(
 
 
 def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:
-    """Predict what the process holds at the most, with a decision about a step."""
+    """Predict the most bytes that the process holds under a decision."""
     job, _, residents = steps.planned(decision)
     return model.held_with(residents, model.early_share(job, decision.choices))
 
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:
-    """Return a prediction that was made with another ratio; see `Costs`."""
+    """Return a prediction for another ratio; see `Costs`."""
     return prediction._replace(step_ms=_unslowed_ms(prediction, before) * _slower(after, prediction.busy))
 
 
 def _unslowed_ms(prediction: Prediction, busy_ratio: float) -> float:
-    """Return what a step would take if compute were as fast as where everything is offloaded."""
+    """Return how long a step would take if compute were as fast as with everything offloaded."""
     return prediction.step_ms / _slower(busy_ratio, prediction.busy)
 
 
 def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: float, most: float) -> float:
-    """Return the ratio by which a step takes as long as measured; see `Costs`.
+    """Return the ratio with which a step is predicted as long as measured; see `Costs`.
 
     Args:
-        prediction: of the step, with the ratio `before`.
-        before: returned where the step waits for copies as long as the floor, and so says nothing of others.
-        measured_ms: of the step.
-        most: see `Predictor.most_busy_ratio`. A step that took longer was held up by something else, and must not
-            make all that stays look as if it slowed steps down.
+        prediction: prediction of the step, with the ratio `before`.
+        before: returned if the step waits for copies as long as the floor, and so shows nothing about other steps.
+        measured_ms: time of the step.
+        most: see `Predictor.most_busy_ratio`. A step that took longer was delayed by something else, which must not
+            count against groups that stay.
     """
     if prediction.busy < _LEAST_BUSY:
         return before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recomputation as a choice: what it frees, and what it costs."""
+"""Describes recomputation as a choice: what it frees, and what it costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 
 @dataclass(frozen=True)
 class RecomputeOption:
-    """What the model can recompute in one layer, instead of saving it.
+    """Something that the model can recompute in one layer, instead of saving it.
 
     Raises:
         ValueError: if it replaces nothing, or frees or costs less than nothing.
@@ -29,20 +29,20 @@ class RecomputeOption:
     milliseconds: float
     """Compute time that it adds to the backward of one microbatch."""
     comes_back: bool = True
-    """The freed bytes are on the device again during that backward; False: where only saved bytes are measured."""
+    """The freed bytes are on the device again during that backward; False if only saved bytes are measured."""
 
     def __post_init__(self) -> None:
         if not self.replaces or self.freed_bytes < 0 or self.milliseconds < 0:
-            raise ValueError(f"{self}: it must replace a group, and neither free nor cost less than nothing")
+            raise ValueError(f"{self}: it must replace a group; freed bytes and cost must not be negative")
 
     @property
     def ms_per_byte(self) -> float:
-        """Return what it costs to free a byte."""
+        """Return the cost of freeing a byte, in ms."""
         return self.milliseconds / self.freed_bytes if self.freed_bytes else float("inf")
 
 
 def options_of(options: Iterable[RecomputeOption], recomputed: Collection[Slot]) -> list[RecomputeOption]:
-    """Return the options that a choice stands for: of those that overlap the largest, then the first."""
+    """Return the options that a choice stands for: of overlapping ones the largest, then the first."""
     left, found = set(recomputed), []
     for option in sorted(options, key=lambda option: -len(option.replaces)):
         if option.replaces <= left:
@@ -52,7 +52,7 @@ def options_of(options: Iterable[RecomputeOption], recomputed: Collection[Slot])
 
 
 def cheapest_first(options: Iterable[RecomputeOption]) -> list[RecomputeOption]:
-    """Return options of which none replaces a group of another, by what it costs to free a byte."""
+    """Return options that replace different groups, ordered by the cost of freeing a byte."""
     taken: set[Slot] = set()
     found = []
     for option in sorted(options, key=lambda option: option.ms_per_byte):
@@ -63,9 +63,9 @@ def cheapest_first(options: Iterable[RecomputeOption]) -> list[RecomputeOption]:
 
 
 def evenly(options: Collection[RecomputeOption], share: float) -> list[RecomputeOption]:
-    """Return a share of the options, at least one: of each name those that are spread evenly, the cheapest name first.
+    """Return a share of the options, at least one, spread evenly over the layers, the cheapest name first.
 
-    Layers in between have the time of those that are recomputed for their copies.
+    The recomputation of these layers hides the copies of the layers in between.
     """
     by_name: dict[str, list[RecomputeOption]] = {}
     for option in options:
@@ -81,7 +81,7 @@ def evenly(options: Collection[RecomputeOption], share: float) -> list[Recompute
 def with_recomputation(shapes: Shapes, options: Collection[RecomputeOption]) -> Shapes:
     """Return the shapes of chunks that recompute what `options` say: fewer bytes, longer backwards.
 
-    What is still saved of a group, such as the input of what is recomputed, leaves as any other.
+    Bytes that a group still saves, such as the input of the recomputation, leave like any other.
     """
     if not options:
         return shapes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Releases`: the groups that a plan releases at the peaks of memory; see `drop_before_peaks` in the planner."""
+"""`Releases`: finds the groups that a plan releases at memory peaks; see `drop_before_peaks` in the planner."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from offload_engine.planning.plan import Line
 
 
 class Releases:
-    """Groups that have left and may not be released yet, oldest first, between two lines of a step.
+    """Tracks groups that have left and may not be released yet, oldest first, between two lines of a step.
 
     Args:
-        step: whose lines come.
+        step: the step.
         kept: the groups that do not leave, because their backward comes at once.
     """
 
@@ -37,7 +37,7 @@ class Releases:
                 self._gone.add(group)
         released = [group for group in self._released(line.boundary) if group not in self._gone]
         self._gone.update(released)
-        self._trim()
+        self._forget_released()
         return released
 
     def _released(self, boundary: Boundary) -> list[GroupKey]:
@@ -60,7 +60,7 @@ class Releases:
         return list(self._queue)[: self._num_layer_before(kept)]
 
     def _num_layer_before(self, kept: GroupKey) -> int:
-        """Count the oldest, up to the last of the name of `kept` that is a layer older or of another chunk."""
+        """Count the oldest groups, up to the last with the name of `kept` that is a layer older or of another chunk."""
         shape, number = self._step.group(kept), 0
         for position, group in enumerate(self._queue, 1):
             other = self._step.group(group)
@@ -68,7 +68,7 @@ class Releases:
                 number = position
         return number
 
-    def _trim(self) -> None:
+    def _forget_released(self) -> None:
         """Forget groups that the limit in flight has released."""
         limit = self._step.inflight_limit()
         while self._step.largest_bytes and self._queue_bytes > limit:

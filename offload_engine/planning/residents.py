@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of groups are on the device when each boundary of a planned step comes, without clocks.
+"""Computes how many bytes of groups are on the device at each boundary of a planned step, without clocks.
 
-In the order of the host, which is the order in which an allocator sees them, and as if no copy-out completed before
-compute must wait for it: more there cannot be. A host that runs ahead of its device finds it so.
+Counts in the order of the host, in which the allocator is called, as if no copy-out completed before compute must wait
+for it. This is an upper bound, and exact for a host that runs ahead of its device.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Residents(NamedTuple):
     """Bytes of groups on the device, in one step."""
 
     before: dict[Boundary, int]
-    """When each boundary comes, before its moves; with what is recomputed there."""
+    """At each boundary, before its moves; includes recomputed bytes."""
     most: int
-    """At any time; without what is recomputed, which moves nowhere."""
+    """At any time; without recomputed bytes, which never move."""
     moved_bytes: int
     """Copied out."""
 
@@ -37,14 +37,14 @@ def residents_of(
 ) -> Residents:
     """Return the bytes of groups on the device in a planned step.
 
-    A group counts from its commit, which comes after all of it was saved, to the end of its backward.
+    A group counts from its commit, after all of it was saved, to the end of its backward.
 
     Args:
-        actions: of the rank.
-        shapes: of its chunks.
-        bounds: of the plan.
-        plan: of the step.
-        boundaries: of the step, if they are known, as `step_boundaries` lists them.
+        actions: schedule of the rank.
+        shapes: shapes of its chunks.
+        bounds: bounds of the plan.
+        plan: plan of the step.
+        boundaries: boundaries of the step, if known, as `step_boundaries` lists them.
     """
     walk = _Walk(shapes, bounds)
     found = {}
@@ -59,7 +59,7 @@ def residents_of(
 def groups_before(
     actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan, at: Boundary
 ) -> frozenset[GroupKey]:
-    """Return the groups that are on the device when the boundary `at` comes; arguments as `residents_of`."""
+    """Return the groups that are on the device at the boundary `at`; see `residents_of` for the arguments."""
     walk = _Walk(shapes, bounds)
     for boundary in step_boundaries(actions, shapes):
         walk.come_to(boundary)
@@ -70,16 +70,16 @@ def groups_before(
 
 
 class _Walk:
-    """Where groups are between two boundaries."""
+    """Tracks where groups are between two boundaries."""
 
     def __init__(self, shapes: Shapes, bounds: Bounds) -> None:
         self.resident_bytes = self.most_bytes = self.recomputed_bytes = 0
-        self._recomputed: set[GroupKey] = set()  # that are on the device again
+        self._recomputed: set[GroupKey] = set()  # recomputed groups on the device
         self._shapes = shapes
         self._largest = largest_bytes(shapes)
         self._budget = bounds.resident_bytes
         self._inflight_limit = bounds.inflight_limit(self._largest)
-        self._leaving: deque[GroupKey] = deque()  # oldest first; what is gone or recalled, too
+        self._leaving: deque[GroupKey] = deque()  # oldest first; includes released and recalled groups
         self._leaving_bytes = 0
         self._is_leaving: set[GroupKey] = set()
         self._away: set[GroupKey] = set()
@@ -91,7 +91,7 @@ class _Walk:
         return frozenset(self._alive - self._away)
 
     def come_to(self, boundary: Boundary) -> None:
-        """Count what compute has saved or freed since the boundary before."""
+        """Count what compute has saved or freed since the previous boundary."""
         if boundary.kind is COMMIT:
             self._alive.add(boundary.group)
             self._hold(boundary.group)
@@ -111,20 +111,20 @@ class _Walk:
             self._recompute(boundary.group)
         for op, group in plan.at(boundary):
             if op is OUT:
-                self._leave(group)
+                self._copy_out(group)
             elif op is IN:
                 self._bring_back(group)
             else:
                 self._release(group)
 
-    def _leave(self, group: GroupKey) -> None:
+    def _copy_out(self, group: GroupKey) -> None:
         self._leaving.append(group)
         self._is_leaving.add(group)
         self._leaving_bytes += self.size(group)
         self._make_room()
 
     def _make_room(self) -> None:
-        """Release the oldest that leave, as the executor does whatever the plan says."""
+        """Release the oldest leaving groups, as the executor does whatever the plan says."""
         while self._leaving and self._is_over():
             oldest = self._leaving.popleft()
             self._leaving_bytes -= self.size(oldest)
@@ -152,7 +152,7 @@ class _Walk:
         self.most_bytes = max(self.most_bytes, self.resident_bytes)
 
     def _recompute(self, last: GroupKey) -> None:
-        """Count what the backward of a layer, which begins with its last group, computes again."""
+        """Count what the backward of a layer, which begins with its last group, recomputes."""
         layer = self._shape(last).layer
         for index in range(last.index, -1, -1):
             group = GroupKey(last.chunk, index)

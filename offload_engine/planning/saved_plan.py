@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision in a file, so that a job that goes on later starts with it."""
+"""Keeps a decision in a file, so that a job that is resumed starts with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SavedPlan:
 
     allowance: Allowance
     held_bytes: int
-    """What the process holds at the most."""
+    """The most bytes that the process holds."""
 
 
 def format_saved(saved: SavedPlan) -> str:
@@ -37,7 +37,7 @@ def parse_saved(text: str, source: str) -> SavedPlan:
     """Parse a decision; the exact inverse of `format_saved`.
 
     Raises:
-        ValueError: naming `source`, if it is none.
+        ValueError: if the text is not a decision; names `source`.
     """
     try:
         data = json.loads(text)
@@ -69,10 +69,10 @@ def check_same_model(saved: SavedPlan, slots: Collection[Slot], source: str) -> 
     """Check that a plan is for a model with these groups.
 
     Raises:
-        ValueError: naming `source` and the first group that differs.
+        ValueError: if it is not; names `source` and the first group that differs.
     """
     allowance, here = saved.allowance, frozenset(slots)
-    missing = allowance.slots - allowance.choices.recomputed - here  # what is recomputed need not be a group
+    missing = allowance.slots - allowance.choices.recomputed - here  # recomputed slots need not be groups
     unknown = here - allowance.slots
     if not missing and not unknown:
         return

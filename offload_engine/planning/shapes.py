@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of chunks and bounds: what a plan is made of, besides the order of forwards and backwards.
+"""Defines shapes of chunks and bounds: the inputs of a plan, besides the order of forwards and backwards.
 
 All are frozen and hashable, so that a plan can be memoised by them. Names and layers may be known before bytes (then
 `nbytes` is 0 everywhere), bytes before times (then every `_ms` is 0): planning needs no times, simulating needs both.
@@ -44,22 +44,22 @@ class GroupShape:
     nbytes: int = 0
     """Bytes that its copy-out moves; 0: unknown, or nothing."""
     forward_ms: float = 0.0
-    """Compute time from its begin to its commit."""
+    """Compute time from its start to its commit."""
     backward_ms: float = 0.0
-    """Compute time from the begin to the end of its backward."""
+    """Compute time of its backward."""
     lead_ms: float = 0.0
-    """Compute time of the forward from the previous commit, or the begin of the chunk, to its begin."""
+    """Compute time of the forward from the previous commit, or the start of the chunk, to its start."""
     lead_backward_ms: float = 0.0
-    """Compute time from the end of its backward to the begin of the next one."""
+    """Compute time from the end of its backward to the start of the next one."""
     may_delay: bool = False
     """Its copy-out may wait for the launch of the experts after it."""
     keep: bool = False
-    """Stays resident where the backward of its chunk comes at once, whatever its name and layer."""
+    """Stays resident if the backward of its chunk comes at once, whatever its name and layer."""
     unkeep_count: int | None = None
-    """Where that backward comes at once, the group is kept until so many groups have committed, as when its module runs
+    """If that backward comes at once, the group is kept until this many groups have committed, as when its module runs
     again; None: to the end."""
     recomputed_bytes: int = 0
-    """Not saved, and not in `nbytes`: on the device again from the begin of its layer's backward to its own end."""
+    """Not saved, and not in `nbytes`: on the device again from the start of its layer's backward to its own end."""
 
     def __post_init__(self) -> None:
         _check_not_negative(
@@ -91,7 +91,7 @@ class ChunkShape:
     rest_ms: float = 0.0
     """Compute time of the forward from the last commit to the head, or to the end."""
     rest_backward_ms: float = 0.0
-    """Compute time of the backward from its begin, or the end of the head's backward, to the last group."""
+    """Compute time of the backward from its start, or the end of the head's backward, to the last group."""
     held_counts: tuple[int, ...] = ()
     """Numbers of committed groups at which outside references are declared as no longer read."""
 
@@ -104,10 +104,10 @@ class ChunkShape:
                 raise ValueError(f"a tail_index or count must be in [0, {len(self.groups)}], got {count}")
 
     def kept_at_once(self) -> frozenset[int]:
-        """Find the groups that stay where the backward follows at once: of each name the last, in the last two layers.
+        """Return the groups that stay if the backward follows at once: of each name the last, in the last two layers.
 
-        Such a backward needs these before a copy could be out and back. Two layers, because a layer may be an attention
-        or an MLP alone. Besides them all with `GroupShape.keep`.
+        Such a backward needs these before they could be copied out and in. Two layers, because a layer may be only an
+        attention or an MLP. Groups with `GroupShape.keep` stay as well.
         """
         num_layers = self.num_layers or 1 + max((group.layer for group in self.groups), default=-1)
         last = self.last_index_by_name()
@@ -115,7 +115,7 @@ class ChunkShape:
         return frozenset(in_layers | {i for i, group in enumerate(self.groups) if group.keep})
 
     def last_index_by_name(self) -> dict[str, int]:
-        """Find the index of the last group of each name."""
+        """Return the index of the last group of each name."""
         return {group.name: index for index, group in enumerate(self.groups)}
 
 
@@ -132,13 +132,13 @@ class Bounds:
     """
 
     horizon_bytes: int | None = None
-    """Bytes whose copy-in is issued ahead of their use. None: twice the largest group, and of a chunk whose backward
-    has not come near its groups only the last layer."""
+    """Bytes whose copy-in is issued ahead of their use. None: twice the largest group; of a chunk whose backward
+    is not near its groups yet, only the last layer."""
     max_inflight_bytes: int | None = None
-    """Bytes of copy-out that are unreleased before compute waits for the oldest. None: twice the largest group, and
+    """Bytes of copy-out that may be in flight before compute waits for the oldest. None: twice the largest group, and
     less at peaks."""
     resident_bytes: int | None = None
-    """Bytes of groups on the device, the group that runs included: a budget. None: everything leaves that may."""
+    """Budget for bytes of groups on the device, including the running group. None: everything leaves that may."""
 
     def __post_init__(self) -> None:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
@@ -147,12 +147,12 @@ class Bounds:
             raise ValueError(f"resident_bytes bounds what {given[0]} bounds: set one of them")
 
     def inflight_limit(self, largest_bytes: int) -> int:
-        """Return how many bytes of copy-out may be in flight; `largest_bytes`: of the largest group."""
+        """Return how many bytes of copy-out may be in flight; `largest_bytes` are those of the largest group."""
         return 2 * largest_bytes if self.max_inflight_bytes is None else self.max_inflight_bytes
 
 
 def largest_bytes(shapes: Iterable[ChunkShape]) -> int:
-    """Find the bytes of the largest group; 0 where none are known."""
+    """Return the bytes of the largest group; 0 if none are known."""
     return max((group.nbytes for shape in shapes for group in shape.groups), default=0)
 
 
@@ -175,7 +175,7 @@ def check_step(actions: Sequence[Action]) -> None:
 def step_boundaries(actions: Sequence[Action], shapes: Shapes) -> list[Boundary]:
     """List every boundary of one step of one rank, in order.
 
-    Where forward and backward of two chunks run together, those of the forward come first.
+    If forward and backward of two chunks run together, those of the forward come first.
 
     Raises:
         ValueError: for an action of a virtual stage without a shape.

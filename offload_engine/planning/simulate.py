@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates the plans of all ranks of a pipeline: how long a step takes, where compute waits, where the bytes are.
 
-Kernels and copies move clocks; ranks wait for each other where the schedule says so. Where forward and backward of two
+Kernels and copies advance clocks; ranks wait for each other where the schedule says so. If forward and backward of two
 chunks run together, they are simulated one after the other.
 """
 
@@ -76,7 +76,7 @@ class Simulation(NamedTuple):
     """One step of a pipeline."""
 
     milliseconds: float
-    """Until the last rank is through."""
+    """Until the last rank has finished."""
     ranks: list[RankOutcome]
 
 
@@ -84,12 +84,12 @@ def simulate(job: PipelineJob, plans: Sequence[Plan], *, is_drawn: bool = True) 
     """Simulate two steps, of which the first makes the host pools grow; the outcome is the second.
 
     Args:
-        job: with bytes and times.
-        plans: of each rank.
-        is_drawn: the outcome has a timeline, which takes a fifth of the time.
+        job: the job, with bytes and times.
+        plans: the plan of each rank.
+        is_drawn: whether the outcome has a timeline, which takes a fifth of the time.
 
     Raises:
-        ValueError: for another number of plans than ranks, or if the ranks wait for each other for ever.
+        ValueError: if the numbers of plans and ranks differ, or if the ranks wait for each other for ever.
     """
     if len(plans) != len(job.ranks):
         raise ValueError(f"{len(plans)} plans for {len(job.ranks)} ranks")
@@ -131,7 +131,7 @@ class _Rank:
         return RankOutcome(clocks.compute, clocks.stalled, self._executor.counters, clocks.spans)
 
     def run(self, over: _Over) -> Iterator[bool]:
-        """Run all actions; yields while another rank has to go on first."""
+        """Run all actions; yields while another rank has to continue first."""
         for action, boundaries in self._job.of_actions():
             step = -1 if action.kind == "F" else 1
             stage, microbatch = action.chunk.stage * self._num_ranks + self._rank, action.chunk.microbatch

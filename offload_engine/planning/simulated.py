@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes the plan of one rank on clocks, with the decisions that an engine makes beside every plan."""
+"""Executes the plan of one rank on clocks, with the decisions that an engine makes whatever the plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Place(enum.Enum):
 
 
 class Group:
-    """One group of the step, from its begin to the end of its backward."""
+    """One group of the step, from its start to the end of its backward."""
 
     def __init__(self, key: GroupKey, name: str, nbytes: int) -> None:
         self.key: GroupKey = key
@@ -63,11 +63,11 @@ class Counters(NamedTuple):
 
 
 class SimulatedExecutor:
-    """Performs planned moves; besides, and in spite of the plan:
+    """Performs planned moves, and whatever the plan says:
 
     - Groups whose copy-out is complete are released at the next boundary.
-    - Compute waits for the oldest copy-outs beyond the limit in flight. Not under a budget of resident bytes: there the
-      plan says when.
+    - Compute waits for the oldest copy-outs beyond the limit in flight, except under a budget of resident bytes, where
+      the plan says when.
     - A group that is on host when its backward begins is copied in then.
     """
 
@@ -98,7 +98,7 @@ class SimulatedExecutor:
         self._hold(shape.nbytes)
 
     def close_group(self, key: GroupKey) -> None:
-        """End the backward of a group: its bytes go, once no copy reads them any more."""
+        """End the backward of a group: its bytes are released, once no copy reads them any more."""
         group = self.groups.pop(key)
         self._clocks.wait(group.copied_out if group.place is Place.RESIDENT else 0.0, f"END {group.name}")
         self._resident_bytes -= group.nbytes
@@ -107,7 +107,7 @@ class SimulatedExecutor:
         """Pass a boundary."""
         self._waits_at = boundary.kind.name
         moves = self._plan.at(boundary)
-        self._release()
+        self._release_due()
         if boundary.kind is COMMIT:
             self.groups[boundary.group].produced = self._clocks.compute
         if boundary.kind is BACKWARD:
@@ -116,16 +116,16 @@ class SimulatedExecutor:
             moves = tuple(move for move in moves if move != PlannedMove(IN, own.key))
         for move in moves:
             self._do(move)
-        self._release()
+        self._release_due()
         if boundary.kind is ITERATION_END:
-            self._release(0)
+            self._release_due(0)
 
     def _do(self, move: PlannedMove) -> None:
         group = self.groups[move.group]
         if move.op is OUT and group.nbytes:
             self._copy_out(group)
         elif move.op is DROP:
-            self._drop(group)
+            self._release(group)
         elif move.op is IN:
             self._bring_back(group)
 
@@ -150,30 +150,30 @@ class SimulatedExecutor:
     def _bring_back(self, group: Group) -> None:
         if group.place is Place.LEAVING:  # recalled: its copy-out still reads the bytes
             group.place = Place.RESIDENT
-            self._give_back(group, group.copied_out, is_unawaited=False)
+            self._return_bytes(group, group.copied_out, is_unawaited=False)
         elif group.place is Place.ON_HOST:
             self._hold(group.nbytes)
             group.copied_in = self._clocks.copy_in(group.nbytes, str(group.key))
             group.place = Place.ARRIVING
             self._in_bytes += group.nbytes
-            self._give_back(group, group.copied_in, is_unawaited=True)
+            self._return_bytes(group, group.copied_in, is_unawaited=True)
 
-    def _give_back(self, group: Group, read_until: float, is_unawaited: bool) -> None:
+    def _return_bytes(self, group: Group, read_until: float, is_unawaited: bool) -> None:
         assert group.lent is not None
-        self._host.give_back(group.lent, read_until, is_unawaited)
+        self._host.return_bytes(group.lent, read_until, is_unawaited)
 
-    def _release(self, limit: int | None = None) -> None:
+    def _release_due(self, limit: int | None = None) -> None:
         """Release groups whose copy-out is complete, and the oldest others beyond the limit."""
         limit = self._limit if limit is None else limit
         while self._queue and (self._is_over(limit) or self._clocks.is_over(self._queue[0].copied_out)):
             group = self._queue.popleft()
             self._queue_bytes -= group.nbytes
-            self._drop(group)
+            self._release(group)
 
     def _is_over(self, limit: int) -> bool:
         return self._queue_bytes > limit and not self._has_budget
 
-    def _drop(self, group: Group) -> None:
+    def _release(self, group: Group) -> None:
         if group.place is Place.LEAVING:
             self._clocks.wait(group.copied_out, f"{self._waits_at} {group.name}")
             group.place = Place.ON_HOST

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Steps`: the planned steps of one job, each planned and simulated once, whatever memory is corrected by meanwhile."""
+"""`Steps`: plans and simulates each step of one job once; corrections of the memory model do not affect them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
 
 
 class Decision(NamedTuple):
-    """What a step does about its memory."""
+    """A decision about the memory of a step."""
 
     choices: Choices = Choices()
     resident_bytes: int | None = None
@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A step with some decision: its job, with shapes and bounds of that decision, its plan, and where groups are."""
+    """A step under a decision: its job with the shapes and bounds of that decision, its plan, and where groups are."""
 
     job: Job
     plan: Plan
@@ -36,7 +36,7 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the simulation of a step came to."""
+    """Outcome of the simulation of a step."""
 
     milliseconds: float
     stalls: dict[str, float]
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def busy_ms(self) -> float:
-        """Return how long the step takes without those waits."""
+        """Return how long the step takes without these waits."""
         return self.milliseconds - self.stalled_ms
 
 
@@ -57,8 +57,8 @@ class Steps:
     """Plans and simulates the steps of one job, each decision once.
 
     Args:
-        job: with bytes and times.
-        link: that it copies over.
+        job: the job, with bytes and times.
+        link: the link that it copies over.
         options: what can be recomputed.
     """
 
@@ -80,7 +80,7 @@ class Steps:
         return found
 
     def outcome(self, decision: Decision) -> Outcome:
-        """Return what a step comes to, by a simulation."""
+        """Return the simulated outcome of a step."""
         found = self._outcomes.get(decision)
         if found is None:
             job, plan, _ = self.planned(decision)

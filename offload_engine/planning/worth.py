@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to keep first: an order of groups by what they are worth for their bytes at the peak."""
+"""Decides what to keep first: orders groups by their worth per byte at the peak."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from offload_engine.planning.steps import Decision
 def order_to_keep(predictor: Predictor) -> list[Slot]:
     """Return the groups that move when everything is offloaded, in the order in which to keep them.
 
-    First what is worth most for its bytes at the peak: the time of the host, and of its copies as far as they are
-    exposed. Bytes that are not there at the peak, or would be there anyway, count nothing. Among equals the layers
-    whose backward comes first, whose copies have the least time.
+    Groups that are worth most per byte at the peak come first. Worth is host time, plus the exposed time of copies.
+    Bytes that are not on the device at the peak, or would be there anyway, do not count. Among equals, layers whose
+    backward comes first precede the others, because their copies have the least time.
     """
     num_moves = _num_moves(predictor)
     worth, costs = _worth(predictor, num_moves), _peak_costs(predictor)
@@ -48,7 +48,8 @@ def _worth(predictor: Predictor, num_moves: Mapping[Slot, int]) -> dict[Slot, fl
 
 
 def _peak_costs(predictor: Predictor) -> dict[Slot, int]:
-    """Return how much the peak would grow by keeping each slot: at the peak of a step that keeps all, or none."""
+    """Return by how many bytes keeping each slot would raise the peak of a step that keeps all, or none."""
+
     job = predictor.job
     decisions = [Decision(), Decision(Choices(frozenset(predictor.nbytes)))]
     steps = [predictor.steps.planned(decision) for decision in decisions]

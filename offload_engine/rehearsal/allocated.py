@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what an allocator would have handed out, over a step of hollow tensors."""
+"""Counts the bytes that an allocator would have allocated, over a step of hollow tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Final
 import torch
 
 _ROUNDED_TO: Final = 512
-"""Bytes: as the allocator of CUDA rounds."""
+"""Bytes to which CUDA's allocator rounds."""
 
 
 class AllocatedBytes:
-    """Bytes of all storages that are noted, from then until they are freed.
+    """Counts the bytes of noted storages until they are freed.
 
-    A storage that is resized, to nothing and back, must be noted again.
+    A storage that is resized, to zero or back, must be noted again.
 
     Args:
-        on_free: called with the `_cdata` of a noted storage that is freed: another may have it next.
+        on_free: called with the `_cdata` of a noted storage that is freed, because another storage may have it next.
     """
 
     def __init__(self, on_free: Callable[[int], None]) -> None:
@@ -28,7 +28,7 @@ class AllocatedBytes:
         self.nbytes = 0
         """Now."""
         self.peak_bytes = 0
-        """The most since `reset_peak`."""
+        """Peak since `reset_peak`."""
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def reset_peak(self) -> None:

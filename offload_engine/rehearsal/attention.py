@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of torch as a GPU runs it: one fused kernel, which saves its inputs, its output and a float a row."""
+"""Runs torch's attention as a GPU does: one fused kernel, which saves its inputs, its output and a float per row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
-    """Return a context manager under which `scaled_dot_product_attention` is fused; on CPUs it need not be."""
+    """Return a context manager under which `scaled_dot_product_attention` is fused; on CPUs it may not be."""
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = _attention

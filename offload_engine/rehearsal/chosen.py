@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to keep, offload and recompute within a budget, by what a rehearsal has shown: as on a GPU, without one."""
+"""Chooses what to keep, offload and recompute within a budget, from a rehearsal: as on a GPU, without one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ from offload_engine.rehearsal.forecast import CONTEXT_BYTES, RESERVED_SHARE
 
 
 def choose_within(
-    budget_bytes: int, rehearsed: Job, whole: Job, boundaries: Sequence[NotedBoundary], costs: Costs
+    budget_bytes: int,
+    rehearsed: Job,
+    whole: Job,
+    boundaries: Sequence[NotedBoundary],
+    costs: Costs,
+    context_bytes: int = CONTEXT_BYTES,
 ) -> Prediction | None:
-    """Choose for one rank; None: it does not fit.
+    """Choose for one rank; None if nothing fits.
 
     Args:
-        budget_bytes: of the process on its GPU.
-        rehearsed: the step that was rehearsed, with everything offloaded.
+        budget_bytes: bytes that the process may hold on its GPU.
+        rehearsed: the rehearsed step, with everything offloaded.
         whole: the step to choose for, with all its microbatches.
-        boundaries: of the rehearsal.
-        costs: of moves, and of what can be recomputed.
+        boundaries: boundaries of the rehearsal.
+        costs: costs of moves and of recomputation.
+        context_bytes: bytes of the GPU outside torch's allocator.
     """
     peak_bytes = max((noted.peak_bytes for noted in boundaries), default=0)
     measured = MeasuredMemory(
         tuple(MeasuredBoundary(_boundary(noted), noted.peak_bytes, noted.resident_bytes) for noted in boundaries),
         between_bytes=0,
-        overhead_bytes=int(peak_bytes * (RESERVED_SHARE - 1)) + CONTEXT_BYTES,
+        overhead_bytes=int(peak_bytes * (RESERVED_SHARE - 1)) + context_bytes,
     )
     model = make_memory_model(rehearsed, measured, is_early_certain=False)
     try:
@@ -46,8 +52,8 @@ def layer_options(saved: Shapes, checkpointed: Shapes) -> tuple[RecomputeOption,
     """Return what checkpointing each layer would free and cost.
 
     Args:
-        saved: of a step in which each layer has groups of its name.
-        checkpointed: of a step in which these hold inputs only.
+        saved: shapes of a step in which each layer has groups of its name.
+        checkpointed: shapes of a step in which these hold only inputs.
     """
     inputs = summed((group.name, group.nbytes) for shape in checkpointed for group in shape.groups)
     found = []

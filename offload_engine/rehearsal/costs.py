@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a kernel takes on a machine: by its operations or by the bytes that it touches, whichever takes longer."""
+"""Estimates how long a kernel takes on a machine: the longer of the times for its operations and for its bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LAUNCH_MS: Final = 0.003
 
 
 class KernelCosts:
-    """Milliseconds of kernels on a machine.
+    """Estimates the milliseconds of kernels on a machine.
 
     Args:
-        hardware: runs them.
+        hardware: the machine.
         has_te: attention is TransformerEngine's, not torch's.
     """
 
@@ -32,14 +32,14 @@ class KernelCosts:
     def milliseconds(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: Iterable[torch.Tensor]
     ) -> float:
-        """Return what one operator takes.
+        """Return how long one operator takes.
 
         Args:
-            func: of aten.
-            args: of the call, as kwargs.
-            kwargs: of the call.
-            out: what it returns.
-            tensors: that it reads and writes.
+            func: operator of aten.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            out: its result.
+            tensors: tensors that it reads and writes.
         """
         by_bytes = self.milliseconds_of_bytes(tensors)
         flops = self._operations(func, args, kwargs, out)
@@ -47,7 +47,7 @@ class KernelCosts:
         return max(by_bytes, by_flops)
 
     def milliseconds_of_bytes(self, tensors: Iterable[torch.Tensor]) -> float:
-        """Return what a kernel takes to read and write these."""
+        """Return how long a kernel takes to read and write these tensors."""
         return sum(_touched(tensor) for tensor in tensors) / self._hardware.memory_gbps / 1e6 + _LAUNCH_MS
 
     def _operations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
@@ -55,11 +55,13 @@ class KernelCosts:
         count = flop_registry.get(packet)
         if count is None:
             return 0.0
-        operations = float(count(*args, **kwargs, out_val=out))
-        return operations / 2 if _ATTENTION in packet.__name__ and _is_causal(func, args, kwargs) else operations
+        if _ATTENTION not in packet.__name__:
+            return float(count(*args, **kwargs, out_val=out))
+        operations = float(count(*_with_all_heads(args), **kwargs, out_val=out))
+        return operations / 2 if _is_causal(func, args, kwargs) else operations
 
     def _rate(self, func: Any, args: tuple[Any, ...]) -> float:
-        """Return the operations of this kernel in 10^12 a second."""
+        """Return the rate of this kernel, in 10^12 operations a second."""
         name = func._overloadpacket.__name__
         if _ATTENTION in name:
             return self._attention["backward" in name]
@@ -69,8 +71,22 @@ class KernelCosts:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor, without what broadcasting repeats."""
+    """Return the bytes of a tensor, without repetitions by broadcasting."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of attention, with shapes for tensors: keys and values as if each query had its own heads.
+
+    Torch counts these only; the kernel computes as much where heads share keys.
+    """
+    num_heads = max(arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4)
+    return tuple(_shape_with(num_heads, arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+def _shape_with(num_heads: int, tensor: torch.Tensor) -> torch.Size:
+    shape = tensor.shape
+    return torch.Size((shape[0], num_heads, *shape[2:])) if tensor.dim() == 4 else shape
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RehearsalDevice`: a device on which kernels and copies only move clocks, and bytes are only counted."""
+"""`RehearsalDevice`: a device on which kernels and copies only advance clocks, and bytes are only counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offload_engine.rehearsal.allocated import AllocatedBytes
 
 _COMPUTE: Final = "compute"
 _HOST_BYTES: Final = 1 << 50
-"""No limit: how much a step takes is to be found out."""
+"""No limit, because the point is how much a step takes."""
 
 
 class _Event:
@@ -43,14 +43,14 @@ class _Slab:
 
 
 class StepClocks:
-    """The clocks of one step: of compute, and of the two copy streams.
+    """Keeps the clocks of one step: of compute, and of the two copy streams.
 
     Args:
         link: how fast copies are.
 
     Attributes:
         now: the clocks.
-        copied: until when each copy stream copies or waits, in ms.
+        copied: time until which each copy stream copies or waits, in ms.
     """
 
     def __init__(self, link: Link) -> None:
@@ -68,10 +68,10 @@ class StepClocks:
 
 
 class RehearsalDevice:
-    """A GPU that computes nothing: its streams are clocks. See `Device`.
+    """Simulates a GPU that computes nothing: its streams are clocks. See `Device`.
 
     Args:
-        clocks: of its streams.
+        clocks: clocks of its streams.
         allocated: counts what it allocates.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RehearsalEngine`: an engine that notes when each boundary comes, and what is allocated then."""
+"""`RehearsalEngine`: an engine that notes the time and the allocated bytes at each boundary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload_engine.stats import IterationStats
 
 
 class NotedGroup(NamedTuple):
-    """A group, as it is when a boundary names it."""
+    """State of a group at one of its boundaries."""
 
     number: int
     """Index of the group in its chunk."""
@@ -32,7 +32,7 @@ class NotedGroup(NamedTuple):
 
 
 class NotedBoundary(NamedTuple):
-    """A boundary that has come, before its moves."""
+    """A boundary, before its moves."""
 
     kind: BoundaryKind
     chunk: ChunkKey | None
@@ -40,7 +40,7 @@ class NotedBoundary(NamedTuple):
     at_ms: float
     """Compute time since the step began."""
     peak_bytes: int
-    """The most that was allocated since the boundary before."""
+    """Peak of allocated bytes since the previous boundary."""
     resident_bytes: int
     """Bytes of groups on the device."""
 
@@ -52,8 +52,8 @@ class RehearsalEngine(OffloadEngine):
     """An engine on a `RehearsalDevice`, whose last step can be read.
 
     Args:
-        config: as of any engine; with `dry_run` nothing moves.
-        device: whose clocks are set to zero when a step begins.
+        config: see `OffloadEngine`; with `dry_run` nothing moves.
+        device: its clocks are reset when a step begins.
         pipeline: rank and number of ranks.
     """
 
@@ -62,7 +62,7 @@ class RehearsalEngine(OffloadEngine):
         self.boundaries: list[NotedBoundary] = []
         """The boundaries of the last step."""
         self.peak_bytes = 0
-        """Most bytes allocated in the last step."""
+        """Peak of allocated bytes in the last step."""
         self.milliseconds = 0.0
         """Time of the last step, without waits for other ranks."""
         self._rehearsed = device
@@ -76,7 +76,7 @@ class RehearsalEngine(OffloadEngine):
     ) -> None:
         """Start a step; see `OffloadEngine.begin_iteration`."""
         self._rehearsed.clocks.begin_step()
-        self.pool.take_all_back()  # of the step before, whose clocks have been set back
+        self.pool.reset()  # events of the last step are void, because its clocks are reset
         super().begin_iteration(actions, weights, is_combined=is_combined)
         self._rehearsed.allocated.reset_peak()
         self.boundaries, self.peak_bytes = [], 0
@@ -90,7 +90,7 @@ class RehearsalEngine(OffloadEngine):
         return stats
 
     def _note(self, kind: BoundaryKind, chunk: ChunkKey | None, group: NotedGroup | None) -> None:
-        """Note that a boundary has come."""
+        """Note a boundary."""
         allocated = self._rehearsed.allocated
         self.peak_bytes = max(self.peak_bytes, allocated.peak_bytes)
         resident = self._store.counters.resident_bytes
@@ -100,7 +100,7 @@ class RehearsalEngine(OffloadEngine):
 
 
 class _Log(Recorder):
-    """Passes on boundaries, and records nothing else."""
+    """Passes on boundaries, and records nothing."""
 
     def __init__(self, device: Device, note: _Note) -> None:
         super().__init__(device)

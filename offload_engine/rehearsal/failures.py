@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RehearsalError`: a rehearsal that broke off, in one line."""
+"""`RehearsalError`: says in one line why a rehearsal failed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-_ADVICE = "Leave out what asks for it, or measure a step on a GPU with --offload-dry-run (OffloadConfig(dry_run=True))."
+_ADVICE = "Omit what needs it, or measure a step on a GPU with --offload-dry-run (OffloadConfig(dry_run=True))."
 
 
 class RehearsalError(Exception):
-    """Raised where a rehearsal breaks off; the message is one line."""
+    """Raised when a rehearsal fails; the message is one line."""
 
 
 @contextlib.contextmanager
 def rehearsing(what: str) -> Iterator[None]:
-    """Name what is rehearsed inside where it breaks off, as where code reads contents, or asks for a GPU.
+    """Return a context manager that names what is rehearsed if it fails, because code reads contents or needs a GPU.
 
     Raises:
-        RehearsalError: in place of a RuntimeError.
+        RehearsalError: instead of a RuntimeError.
     """
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Forecast`: what a training takes on a machine: memory of each rank, time of a step, host memory of a node."""
+"""`Forecast`: predicts what training takes on a machine: memory per rank, time per step, host memory per node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, s
 from offload_engine.schedule import Action
 
 CONTEXT_BYTES: Final = 600 << 20
-"""GPU memory of a process outside torch's allocator: CUDA's context, libraries, communicators."""
+"""GPU memory of a process outside torch's allocator: CUDA's context, libraries, communicators. (A Qwen2: 0.7 GiB.)"""
+TE_CONTEXT_BYTES: Final = 8 << 30
+"""The same where kernels of TransformerEngine run: 7.8 to 8.9 GiB, of whatever model, on H200s."""
 _HOST_SHARE: Final = 0.8
 """Share of a host's memory that may be pinned."""
 RESERVED_SHARE: Final = 1.08
@@ -28,7 +30,7 @@ CHOSEN: Final = "chosen within the budget"
 
 
 class WayForecast(NamedTuple):
-    """A rank that goes one way: no offload, say."""
+    """One rank trained in one way, for instance without offload."""
 
     name: str
     peak_bytes: int
@@ -39,11 +41,13 @@ class WayForecast(NamedTuple):
     """Pinned bytes."""
     copied_out_bytes: int = 0
     """In the rehearsed step."""
+    context_bytes: int = CONTEXT_BYTES
+    """Of the GPU, outside torch's allocator."""
 
     @property
     def gpu_bytes(self) -> int:
-        """Return what the process holds of its GPU, about."""
-        return int(self.peak_bytes * RESERVED_SHARE) + CONTEXT_BYTES
+        """Return about how many bytes the process holds on its GPU."""
+        return int(self.peak_bytes * RESERVED_SHARE) + self.context_bytes
 
 
 class RankForecast(NamedTuple):
@@ -81,12 +85,12 @@ class ModuleForecast(NamedTuple):
 
 
 class StepForecast(NamedTuple):
-    """A step of all ranks that goes one way."""
+    """A step of all ranks, trained in one way."""
 
     name: str
     milliseconds: float
     gpu_bytes: int
-    """GPU memory of the rank that holds most."""
+    """GPU memory of the rank that holds the most."""
     host_bytes: int
     """Bytes pinned for all GPUs of a node together."""
     fits: bool
@@ -122,20 +126,20 @@ def make_forecast(
     """Combine the ranks of a pipeline.
 
     Args:
-        hardware: of a node.
-        link: of each GPU.
-        num_gpus: of all nodes.
-        num_tokens: of a step of all of them.
-        optimizer_ms: of the optimizer and of the reduction of gradients.
-        ranks: of the pipeline, in order.
-        budget_bytes: what a process may hold on its GPU.
+        hardware: machine of a node.
+        link: link of each GPU.
+        num_gpus: number of GPUs on all nodes.
+        num_tokens: tokens of a step on all GPUs.
+        optimizer_ms: time of the optimizer and of the reduction of gradients.
+        ranks: ranks of the pipeline, in order.
+        budget_bytes: bytes that a process may hold on its GPU.
     """
     per_node = min(hardware.num_gpus, num_gpus)
     host_limit = _HOST_SHARE * hardware.host_bytes
     kept = _simulated(ranks, link, [_no_moves(rank) for rank in ranks])
     moved = _simulated(ranks, link, [_all_moves(rank) for rank in ranks])
     milliseconds = [kept.milliseconds, moved.milliseconds]
-    if all(len(rank.ways) > 2 for rank in ranks):  # as much longer as its slowest rank
+    if all(len(rank.ways) > 2 for rank in ranks):  # longer by the ratio of its slowest rank
         longer = max(rank.ways[2].milliseconds / rank.ways[0].milliseconds for rank in ranks)
         milliseconds.append(kept.milliseconds * longer)
     steps = [
@@ -152,7 +156,7 @@ def make_forecast(
 
 
 def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list[WayForecast]] | None:
-    """Return the time of a step in which each rank does as chosen, and the way of each; None: one does not fit."""
+    """Return the time of a step with each rank's choices, and the way of each rank; None if one does not fit."""
     chosen = [rank.chosen for rank in ranks if rank.chosen is not None]
     if len(chosen) < len(ranks):
         return None
@@ -167,17 +171,18 @@ def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list
     ways = [
         WayForecast(
             CHOSEN,
-            _allocated(prediction.held_bytes),
+            _allocated(prediction.held_bytes, rank.ways[0].context_bytes),
             outcome.milliseconds,
             outcome.counters.peak_host_bytes,
+            context_bytes=rank.ways[0].context_bytes,
         )
-        for prediction, outcome in zip(chosen, simulation.ranks, strict=True)
+        for rank, prediction, outcome in zip(ranks, chosen, simulation.ranks, strict=True)
     ]
     return simulation.milliseconds, ways
 
 
-def _allocated(held_bytes: int) -> int:
-    return int((held_bytes - CONTEXT_BYTES) / RESERVED_SHARE)
+def _allocated(held_bytes: int, context_bytes: int) -> int:
+    return int((held_bytes - context_bytes) / RESERVED_SHARE)
 
 
 def forecast_alone(
@@ -189,7 +194,7 @@ def forecast_alone(
     rank: RankForecast,
     budget_bytes: int,
 ) -> Forecast:
-    """Return the forecast of ranks that are all alike and wait for none; the arguments are those of `make_forecast`."""
+    """Return the forecast of identical ranks that wait for no other; see `make_forecast` for the arguments."""
     per_node = min(hardware.num_gpus, num_gpus)
     host_limit = _HOST_SHARE * hardware.host_bytes
     steps = tuple(
@@ -198,7 +203,7 @@ def forecast_alone(
     if rank.chosen is not None:
         best = rank.chosen
         moved = sum(best.moved_bytes.values())
-        way = WayForecast(CHOSEN, _allocated(best.held_bytes), best.step_ms, moved, moved)
+        way = WayForecast(CHOSEN, _allocated(best.held_bytes, CONTEXT_BYTES), best.step_ms, moved, moved)
         steps += (_step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit),)
     ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
     groups = [group for shape in rank.shapes for group in shape.groups]

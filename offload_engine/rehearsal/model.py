@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearses a training step of any model with layers, as `enable_activation_offloading` groups it."""
+"""Rehearses a training step of any model with layers, grouped as by `enable_activation_offloading`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from offload_engine.rehearsal.tensors import HollowTensors
 from offload_engine.schedule import no_pipelining
 
 NUM_WAYS: Final = 4
-"""Rehearsals of a model, the last of which is only needed where the first does not fit."""
+"""Rehearsals of a model, the last of which is only needed if the first does not fit."""
 _WORKSPACE_BYTES: Final = 64 << 20
 """Workspace of cuBLAS on Hopper."""
 _PIECE_BYTES: Final = 1 << 30
-"""A system refuses to promise more at once than it has, though no page of it is ever touched."""
+"""The system may refuse a larger allocation than it has memory, although no page is ever touched."""
 _NUM_STEPS: Final = 2
 """The policy learns sizes from the first."""
 
@@ -42,12 +42,12 @@ class ModelRehearsal:
     """Runs steps of one model on a machine.
 
     Args:
-        make_model: makes it; called where tensors are hollow.
-        run_forward: returns its loss.
-        hardware: of one node.
-        num_gpus: replicas of the model, each on a GPU.
-        optimizer_bytes: for each parameter.
-        budget_bytes: what a process may hold on its GPU; None: all of it.
+        make_model: makes the model; called where tensors are hollow.
+        run_forward: returns the loss.
+        hardware: machine of one node.
+        num_gpus: number of GPUs, each with a replica of the model.
+        optimizer_bytes: bytes of optimizer state per parameter.
+        budget_bytes: bytes that a process may hold on its GPU; None: all of them.
         min_tensor_bytes: see `OffloadConfig`.
     """
 
@@ -76,22 +76,22 @@ class ModelRehearsal:
 
     @property
     def managed_bytes(self) -> int:
-        """Return what the groups of the last step have saved."""
+        """Return the bytes that the groups of the last step have saved."""
         return self._managed_bytes
 
     @property
     def shapes(self) -> Shapes:
-        """Return the shape of a forward, as the last step had it."""
+        """Return the shape of a forward, as in the last step."""
         return self._shapes
 
     def forecast(self, num_tokens: int, on_progress: Callable[[], None] = lambda: None) -> Forecast:
         """Rehearse the model without offload, with it, and with its layers checkpointed and their inputs offloaded.
 
         Args:
-            num_tokens: of one replica's step.
+            num_tokens: tokens of one replica's step.
             on_progress: called `NUM_WAYS` times.
 
-        Where no offload does not fit the budget, what each layer does is chosen: kept, offloaded, or recomputed.
+        If the model does not fit the budget without offload, each layer is chosen to be kept, offloaded or recomputed.
         """
         ways: list[WayForecast] = []
         shapes: Shapes = ()
@@ -109,11 +109,11 @@ class ModelRehearsal:
         )
 
     def _choose(self, saved: Shapes, checkpointed: Shapes) -> Prediction | None:
-        """Choose by a step in which everything is offloaded.
+        """Choose from a step in which everything is offloaded.
 
         Args:
-            saved: of a step without offload, whose times have no waits.
-            checkpointed: of a step with all layers checkpointed.
+            saved: shapes of a step without offload, whose times have no waits.
+            checkpointed: shapes of a step with all layers checkpointed.
         """
         floor = self.run("everything offloaded", policy=LowestPeak())
         job = Job(tuple(no_pipelining(1)), saved)
@@ -132,7 +132,7 @@ class ModelRehearsal:
         """Rehearse a step; see `OffloadConfig`, and `enable_ckpt` of `enable_activation_offloading`.
 
         Raises:
-            RehearsalError: if it breaks off.
+            RehearsalError: if it fails.
         """
         hollow = HollowTensors(KernelCosts(self._hardware), self._hardware.peer_gbps)
         device = RehearsalDevice(StepClocks(self._link), hollow.allocated)

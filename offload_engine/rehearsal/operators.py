@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator of torch does to its arguments, as its schema says it."""
+"""Reads from the schema of a torch operator what it does to its arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Kind(enum.Enum):
     MAKE = enum.auto()
     """Returns new tensors."""
     COMMUNICATE = enum.auto()
-    """Exchanges with other ranks."""
+    """Communicates with other ranks."""
 
 
 VIEW: Final = Kind.VIEW

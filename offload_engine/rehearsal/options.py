@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that the commands of a forecast have in common."""
+"""Defines options that the commands of a forecast share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload_engine.sizes import Size, parse_size
 
 
 def add_hardware_options(parser: argparse.ArgumentParser) -> None:
-    """Add what names the machine, and where the plot goes."""
+    """Add the options for the machine and the plot."""
     group = parser.add_argument_group("before the GPU")
     group.add_argument(
         "--hardware",
@@ -50,7 +50,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
 
 
 def hardware_flags_in(args: argparse.Namespace) -> list[str]:
-    """Return which of these flags were given."""
+    """Return the names of these flags that were given."""
     parser = argparse.ArgumentParser(add_help=False)
     add_hardware_options(parser)
     defaults = vars(parser.parse_args([]))
@@ -72,7 +72,7 @@ def budget_on(hardware: Hardware, budget: Size) -> int:
     """Return `--budget` in bytes.
 
     Raises:
-        ValueError: if a GPU of this machine has less.
+        ValueError: if a GPU of this machine has less memory.
     """
     nbytes = budget.resolve(hardware.gpu_bytes)
     if nbytes > hardware.gpu_bytes:
@@ -84,7 +84,7 @@ def recorded_link(files: Sequence[str]) -> Link:
     """Return how fast the copies of recorded steps were, all together.
 
     Raises:
-        ValueError: if there are none in a direction.
+        ValueError: if one direction has no copies.
         OSError: if a file cannot be read.
     """
     copies = [copy for file in files for record in read_records(file) for copy in record.copies]
@@ -106,11 +106,11 @@ def _size(text: str) -> Size:
 
 
 def _picture(text: str) -> str:
-    """Check that a picture can be written there, which comes last: the forecast in front of it may take minutes."""
+    """Check early that a picture can be written there, because the forecast before it may take minutes."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise argparse.ArgumentTypeError(f"{text!r} needs matplotlib: install it, or leave the flag out") from None
+        raise argparse.ArgumentTypeError(f"{text!r} needs matplotlib: install it, or omit the flag") from None
     kind, known = os.path.splitext(text)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
     if kind and kind not in known:
         raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(known)}")
@@ -126,7 +126,7 @@ def _picture(text: str) -> str:
 
 
 def positive(text: str) -> int:
-    """Parse the value of a flag that counts something, for argparse."""
+    """Parse a flag that is a count, for argparse."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar for what takes more than two seconds."""
+"""Shows a progress bar for work that takes more than two seconds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SILENT_S: Final = 2.0
 
 
 class Progress:
-    """Counts steps; from two seconds on a bar shows them, if the stream is a terminal.
+    """Counts steps; after two seconds a bar shows them, if the stream is a terminal.
 
     Args:
-        total: steps.
-        stream: of the bar.
+        total: number of steps.
+        stream: stream of the bar.
     """
 
     def __init__(self, total: int, stream: TextIO) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the shapes of chunks, with bytes and times, of the boundaries of one rehearsed step."""
+"""Makes the shapes of chunks, with bytes and times, from the boundaries of one rehearsed step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from offload_engine.schedule import ChunkKey
 
 
 def shapes_of(boundaries: Sequence[NotedBoundary]) -> Shapes:
-    """Return the shape of each virtual stage, as its last microbatch shows it.
+    """Return the shape of each virtual stage, from its last microbatch.
 
-    The time from one boundary to the next is that of what came in between. A group of Megatron's has no mark where its
-    backward ends, so it lasts until the next one begins.
+    The time between two boundaries belongs to the work between them. A group of Megatron's has no mark where its
+    backward ends, so its backward lasts until the next one begins.
     """
     walk = _Walk()
     for noted in boundaries:
@@ -91,11 +91,11 @@ class _Walk:
         self._at_ms = self._pending_ms = 0.0
 
     def has_head(self, stage: int) -> bool:
-        """Tell whether a chunk of this stage has a head."""
+        """Return whether a chunk of this stage has a head."""
         return any(chunk.has_head for key, chunk in self.chunks.items() if key.stage == stage)
 
     def come_to(self, noted: NotedBoundary) -> None:
-        """Add the time since the boundary before to what it was spent on."""
+        """Add the time since the previous boundary to the work that it was spent on."""
         passed, self._at_ms = self._pending_ms + noted.at_ms - self._at_ms, noted.at_ms
         self._pending_ms = 0.0
         kind, key = noted.kind, noted.chunk
@@ -124,7 +124,7 @@ class _Walk:
             self._forward.launch_counts.append(len(self._forward.groups))
 
     def _spend(self, passed: float) -> None:
-        """Add time to the backward that runs, else to the end of the forward."""
+        """Add time to the running backward, or else to the end of the forward."""
         if self._backward is not None and 0 <= self._index < len(self._backward.groups):
             self._backward.backward_ms[self._index] = self._backward.backward_ms.get(self._index, 0.0) + passed
         elif self._backward is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups a share keeps on the device, by the shapes that a rehearsal has shown."""
+"""Derives which groups a share keeps on the device from rehearsed shapes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a forecast, as text, and its plot."""
+"""Formats the tables of a forecast as text, and draws its plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 def forecast_text(forecast: Forecast, notes: Sequence[str] = ()) -> str:
-    """Return all tables of a forecast, with what it assumes."""
+    """Return all tables of a forecast, with its assumptions."""
     parts: list[RenderableType] = [
         _machine(forecast),
         _module_table(forecast),
@@ -34,7 +34,7 @@ def draw_forecast(forecast: Forecast, file: str) -> None:
 
     Raises:
         ImportError: without matplotlib.
-        OSError, ValueError: if the file cannot be written, or its name has no known ending.
+        OSError, ValueError: if the file cannot be written, or its suffix is not known.
     """
     os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
     import matplotlib.pyplot as plt
@@ -111,7 +111,7 @@ def _step_table(forecast: Forecast) -> Table:
 
 
 def _choice_tables(forecast: Forecast) -> list[Table]:
-    """Return what becomes of the groups of each name, where that was chosen."""
+    """Return the choices for the groups of each name, where choices were made."""
     if any(rank.chosen is None for rank in forecast.ranks):
         return []
     table = _table("chosen within the budget, GiB a step", ("stage", "group", "kept", "offloaded", "recomputed"), 2)

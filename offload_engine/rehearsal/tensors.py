@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HollowTensors`: under it operators of torch run without computing, on tensors that have sizes but no contents.
+"""`HollowTensors`: runs torch operators without computing, on tensors that have sizes but no contents.
 
-A hollow tensor is an ordinary tensor on the CPU whose pages are never touched, so it takes no memory. Whatever looks at
-types, storages, strides, saved tensors and references finds what it would find in a real step: the engine and its
-brackets run unchanged. Integers are computed as long as they come from integers alone, for sizes are made of them; what
-is read of any other small tensor is zero.
+A hollow tensor is an ordinary tensor on the CPU whose pages are never touched, so it takes no memory. Types, storages,
+strides, saved tensors and references are those of a real step, so the engine and its brackets run unchanged. Integers
+are computed as long as they depend only on integers, because sizes are made from them; any other small tensor reads as
+zero.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ T = TypeVar("T")
 _MOST_COMPUTED: Final = 64 << 20
 """Elements: a larger tensor is hollow whatever it holds."""
 _ZEROED: Final = 1 << 16
-"""Elements: what is read of a smaller tensor is zero; a larger one takes what memory it gets, and is not touched."""
+"""Elements: a smaller tensor reads as zero; the memory of a larger one is never touched."""
 _FLOAT_OF_INTEGERS: Final = ("div", "mean", "rand_like", "randn_like")
 
 
 class _Made(NamedTuple):
-    """What an operator makes of arguments of some sizes."""
+    """Results of an operator for arguments of some sizes."""
 
     shapes: Any
     """On the meta device."""
@@ -37,14 +37,14 @@ class _Made(NamedTuple):
 
 
 class HollowTensors(TorchDispatchMode):
-    """While it is in force, no operator computes floats; each is counted and takes its time on a virtual clock.
+    """Keeps operators from computing floats while in force; each is counted and takes its time on a virtual clock.
 
     Args:
-        costs: of kernels.
-        peer_gbps: what communication reaches, in 10^9 bytes a second.
+        costs: costs of kernels.
+        peer_gbps: bandwidth of communication, in 10^9 bytes a second.
 
     Attributes:
-        allocated: what is allocated.
+        allocated: counts allocated bytes.
         run: called with the milliseconds and the name of each kernel, in order.
     """
 
@@ -77,9 +77,9 @@ class HollowTensors(TorchDispatchMode):
         return self._make(operator, args, kwargs)
 
     def fused(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Wrap a function that a compiler makes one kernel of: no operator in it allocates anything but results.
+        """Wrap a function that a compiler turns into one kernel: its operators allocate only the results.
 
-        Where it is differentiated it runs as it is.
+        If it is differentiated, it runs unchanged.
         """
 
         @functools.wraps(function)
@@ -107,7 +107,7 @@ class HollowTensors(TorchDispatchMode):
         return out
 
     def _is_computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether an operator takes and returns integers alone, all of them known."""
+        """Return whether an operator takes and returns only integers, all of them known."""
         has_tensors = False
         for tensor in tensors_in((args, kwargs)):
             has_tensors = True
@@ -168,14 +168,14 @@ class HollowTensors(TorchDispatchMode):
 
     def _spend(self, operator: Operator, args: Any, kwargs: Any, out: Any) -> None:
         if not self._is_in_fused:
-            touched = tensors_in((args, kwargs, out))  # what is written was read before
+            touched = tensors_in((args, kwargs, out))  # written tensors are read before
             milliseconds = self._costs.milliseconds(operator.func, args, kwargs, out, touched)
             self.run(milliseconds, operator.name)
 
     def _make_like(self, meta: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
         if meta.numel() <= _ZEROED:
-            tensor.zero_()  # without this mode, which is not in force inside of itself
+            tensor.zero_()  # this mode is not in force inside itself
         self._note_all(tensor)
         if not tensor.is_floating_point():
             self._mark_hollow(tensor)
@@ -189,7 +189,7 @@ class HollowTensors(TorchDispatchMode):
         self._hollow.add(tensor.untyped_storage()._cdata)
 
     def _communicate(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do nothing, in the time that it takes; integers are exchanged as if all ranks had those of this one."""
+        """Spend the time of a communication; integers are exchanged as if all ranks had those of this one."""
         tensors = list(tensors_in((args, kwargs)))
         if operator.name not in ("send", "recv_"):  # the pipeline's order is simulated
             nbytes = max((t.numel() * t.element_size() for t in tensors), default=0)
@@ -226,7 +226,8 @@ def _mapped(values: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _key_of(values: Any) -> Any:
-    """Return what tells sizes and settings apart; None: something cannot be compared."""
+    """Return a key that distinguishes sizes and settings; None if a value cannot be compared."""
+
     try:
         key = _part_of_key(values)
         hash(key)

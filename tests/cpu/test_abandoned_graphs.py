@@ -29,6 +29,7 @@ from offload_engine._devices.memory_slab import MemorySlab
 from offload_engine._saved import store
 from offload_engine._saved.storage import SavedStorage, TensorGroup
 from tests.adversarial import AdversarialDevice
+from tests.cpu.test_engine import six_groups
 from tests.engine_state import CountedLock, is_free, release_all
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -68,23 +69,12 @@ def test_tracked(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
     del z
 
 
-def four_groups(engine: OffloadEngine) -> torch.Tensor:
-    chunk = engine.start_chunk()
-    y = torch.randn(64, requires_grad=True) * 1
-    for _ in range(4):
-        y = group_start(y, chunk, "group")
-        with chunk.saved_tensors_hooks():
-            y = torch.sin(y)
-        y = group_commit(y, chunk)
-    return y.sum()
-
-
 def test_a_step_leaves_nothing_to_the_collector() -> None:
     """A storage in a cycle would keep its events, and a CUDA event is recorded again only once it is unreferenced."""
     gc.collect()  # what other tests have left
     with engine_on() as engine:
         with engine.iteration():
-            four_groups(engine).backward()
+            six_groups(engine).backward()
             assert engine.stats.copied_in_bytes > 0
         assert not [o for o in gc.get_objects() if type(o) in (SavedStorage, TensorGroup)]
 

@@ -111,7 +111,7 @@ def test_values_survive_copies_and_a_subclass_made_later_has_them(config_class: 
         ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
         ({"offload_report": "no"}, "offload_report must be True or False"),
         ({"offload_max_inflight_bytes": "1 GiBB"}, "offload_max_inflight_bytes: '1 GiBB' is not a size"),
-        ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on how much there is"),
+        ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on a total"),
         ({"offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11}, "nothing could ever be offloaded"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "own fine_grained_activation"),
@@ -183,7 +183,7 @@ def test_flags() -> None:
     ("flag", "value", "message"),
     [
         ("host-limit-bytes", "-1", "'-1' is negative"),
-        ("host-limit-bytes", "90%", "'90%' depends on how much there is, which has no meaning here"),
+        ("host-limit-bytes", "90%", "'90%' depends on a total, and there is none here"),
         ("gpu-budget", "120%", "'120%' is not a share"),
         ("recompute", "on", "invalid choice: 'on'"),
     ],
@@ -217,15 +217,13 @@ def test_every_size_is_taken_as_people_type_it(flag: str, applied: Handle) -> No
 @pytest.mark.parametrize("other", ["offload_resident_bytes", "offload_horizon_bytes", "offload_max_inflight_bytes"])
 def test_a_budget_beside_another_bound_is_rejected(other: str, applied: Handle) -> None:
     flag = f"--{other.replace('_', '-')}"
-    message = (
-        f"offload_gpu_budget=60GiB decides what stays.*{other}=1: leave one of --offload-gpu-budget and {flag} out"
-    )
+    message = f"offload_gpu_budget=60GiB decides what stays.*{other}=1: omit one of --offload-gpu-budget and {flag}"
     with pytest.raises(ValueError, match=message):
         make(offload_gpu_budget="60GiB", **{other: 1})
     with pytest.raises(ValueError, match=message):
         offload_config_from_args(parse("--offload-gpu-budget", "60GiB", flag, "1"))
     if other != "offload_resident_bytes":
-        with pytest.raises(ValueError, match=f"offload_resident_bytes bounds what {other} does"):
+        with pytest.raises(ValueError, match=f"offload_resident_bytes replaces {other}"):
             make(offload_activation=True, offload_resident_bytes=1 << 30, **{other: 1})
 
 
@@ -241,7 +239,7 @@ def test_a_budget_of_the_gpu_switches_the_offload_on(applied: Handle) -> None:
 @pytest.mark.parametrize("name", ["offload_plan", "offload_plan_plot"])
 def test_a_plan_without_a_budget_is_refused(name: str, applied: Handle) -> None:
     flag = f"--{name.replace('_', '-')}"
-    message = f"{name}=f is about what a budget decides: give .* leave {flag} out"
+    message = f"{name}=f is about what a budget decides: give .* omit {flag}"
     with pytest.raises(ValueError, match=message):
         make(**{name: "f"})
     with pytest.raises(ValueError, match=message):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def test_a_process_is_bounded(work: tuple[float, int], seconds: float, limit: in
     ended = apart.run_apart(wait_for, *work, seconds=seconds, host_bytes=limit)
     assert ended.seconds < 30 and ended.is_over_time == (failure is not None and "were over" in failure)
     assert (ended.value, ended.failure) == (5, None) if failure is None else failure in (ended.failure or "")
+
+
+def is_imported(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_a_process_imports_before_it_is_run() -> None:
+    work = is_imported, "pyclbr"
+    with apart.Apart(*work, imports=["pyclbr", "no.such.module"]) as first, apart.Apart(*work) as second:
+        found = [process.run(seconds=60.0, host_bytes=1 << 60) for process in (second, first)]
+    assert [(one.value, one.failure) for one in found] == [(False, None), (True, None)]
 
 
 @pytest.mark.parametrize("limit", [0, 4, 5, 64, 1000, 4095, 5000])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions and their corrections, with what twelve budgets on an H200 have reserved in vain."""
+"""Decisions and their corrections, with what budgets on H200s have reserved in vain."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.known import Known
 from offload_engine._budget.verify import Verifier
 from offload_engine.planning.choose import choose
-from offload_engine.planning.memory import _WASTED_KEEPING, _WASTED_MOVING, Excess
+from offload_engine.planning.memory import (
+    _WASTED_BEYOND,
+    _WASTED_IN_PIPELINE,
+    _WASTED_KEEPING,
+    _WASTED_MOVING,
+    Excess,
+)
 from offload_engine.planning.predict import Costs, held_with
 from offload_engine.planning.steps import Decision, Steps
 from tests.cpu.test_choose import GIB, one_rank
 
-RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_budget_before_h200.jsonl"
+RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_budget_h200.jsonl"
 MIB = 1 << 20
 
 
@@ -39,46 +45,48 @@ def test_the_shortest_step_counts_of_those_like_the_measured_one(
     floor = FloorSteps(None)
     floor.begin_state()
     for step in ((num_chunks, chunk_bytes, 7.0), (4, 100.0, 9.0)):
-        floor.settle(SimpleNamespace(**dict(zip(("num_chunks", "chunk_bytes", "milliseconds"), step, strict=True))))  # type: ignore[arg-type]
+        floor.note_time(SimpleNamespace(**dict(zip(("num_chunks", "chunk_bytes", "milliseconds"), step, strict=True))))  # type: ignore[arg-type]
     assert floor.milliseconds == expected
 
 
-class First(NamedTuple):
-    """The first decision within a budget of one setup, in bytes; predicted as if all reserved as much as the floor."""
+class Wasted(NamedTuple):
+    """Bytes that steps with the first decision within a budget have reserved in vain, settled, on one rank."""
 
-    wasted: int
-    """Reserved in vain by the floor."""
-    predicted: int
-    held: int
-    does_move: bool
-
-    @property
-    def error(self) -> float:
-        """Return by how much it is predicted too high now."""
-        share = _WASTED_MOVING if self.does_move else _WASTED_KEEPING
-        return self.predicted - (1.0 - share) * self.wasted - self.held
+    floor: float
+    """With everything offloaded."""
+    predicted: float
+    held: float
 
 
-def measured() -> list[First]:
-    wasted, found = 0, []
-    for record in map(json.loads, RESULTS.read_text().splitlines()):
-        if record["kind"] != "turn" or record["contender"] != "budget":
+def wasted() -> list[Wasted]:
+    found, floors = [], dict[tuple[str, int], float]()
+    for turn in map(json.loads, RESULTS.read_text().splitlines()):
+        if turn["kind"] != "turn" or turn["contender"] != "budget":
             continue
-        first, *_ = [step for step in record["budget"]["steps"] if step["predicted_bytes"]]
-        does_move = record["budget"]["gpu_budget"] is not None
-        if not does_move:  # what is allocated is predicted exactly
-            wasted = first["predicted_bytes"] - record["outside_bytes"] - record["peak_allocated_bytes"]
-        if does_move or record["round"] == 1:
-            found.append(First(wasted, first["predicted_bytes"], first["held_bytes"], does_move))
+        budget, place = turn["budget"], (turn["setup"], turn["rank"])
+        outside, allocated = turn["outside_bytes"], turn["peak_allocated_bytes"]
+        steps: dict[str, int] = {step["state"]: step["held_bytes"] for step in budget["steps"]}  # the last of each
+        measured = steps["MEASURE"] - outside
+        is_all_kept = budget["gpu_budget"] is None
+        if is_all_kept:  # what is allocated is predicted exactly, and five eighths of what the floor wastes beside it
+            first = next(step["predicted_bytes"] for step in budget["steps"] if step["predicted_bytes"])
+            floors[place] = measured - (first - outside - allocated) * 8 / 5
+        floor = measured - floors[place]
+        share = _WASTED_IN_PIPELINE if turn["setup"].startswith("c") else _WASTED_KEEPING
+        beyond = _WASTED_BEYOND * (allocated - floors[place]) if share == _WASTED_IN_PIPELINE else 0.0
+        predicted = max(share * floor, beyond) if is_all_kept else _WASTED_MOVING * floor
+        found.append(Wasted(floor, predicted, steps["VERIFY"] - outside - allocated))
     return found
 
 
-def test_first_predictions_are_within_what_a_gpu_has_shown() -> None:
-    """They were up to 1.1 GiB too high. One that recomputes all is so still: its fragments are half of the floor's."""
-    firsts = measured()
-    errors = sorted((abs(first.error) for first in firsts), reverse=True)
-    assert len(firsts) == 12 and errors[0] < 950 * MIB and errors[1] < 600 * MIB and median(errors) < 256 * MIB
-    assert all(-first.error <= _WASTED_SHARE * first.wasted for first in firsts)  # within the budget by the guard
+def test_what_is_reserved_in_vain_is_predicted_within_what_gpus_have_shown() -> None:
+    """Predictions were up to 1.3 GiB too low where several chunks wait and nothing moves."""
+    every = wasted()
+    errors = sorted(each.predicted - each.held for each in every)
+    assert len(errors) == 26 and errors[0] > -512 * MIB and errors[-3] < 550 * MIB
+    # One rank's floor wasted 3.6 GiB, and its decisions 1.4 to 2.3.
+    assert errors[-1] < 1600 * MIB and median(map(abs, errors)) < 256 * MIB
+    assert all(each.held - each.predicted <= _WASTED_SHARE * each.floor for each in every)  # the guard is enough
 
 
 WASTED = 2 * GIB
@@ -101,12 +109,13 @@ def test_decisions_end_within_the_budget(wastes: tuple[float, float], share: flo
     held: list[int] = []
     while len(held) < 5:
         peak = held_with(base, steps, decider.chosen.best.decision) - base.overhead_bytes
-        held.append(peak + base.overhead_bytes + round(wastes[verifier.is_settled] * WASTED))
+        was_settled = verifier.settles(decider.actions)
+        held.append(peak + base.overhead_bytes + round(wastes[was_settled] * WASTED))
         excess = excess_of(decider, held[-1], peak)
-        was_settled, verifier.is_settled = verifier.is_settled, True
         if (was_settled or not verifier.fits(excess)) and verifier.judge(excess) is None:
             break
-    assert len(held) == 2 + (max(wastes) > 1.16) * 2 - (wastes[0] > 1.16)
+    is_over_at_once = wastes[0] > _WASTED_MOVING + _WASTED_SHARE and share < 0.5  # with 0.5 more is left than the guard
+    assert len(held) == 2 + (max(wastes) > 1.16) * 2 - is_over_at_once
     assert max(held[2:] or held) <= budget and held[-1] == decider.chosen.best.held_bytes
 
 

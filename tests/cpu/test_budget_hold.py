@@ -62,3 +62,12 @@ def test_steps_above_the_budget_double_how_long_it_takes(num_excesses: int, num_
             watch.use_what_is_left()
         assert len(corrected) == 1
         corrected.clear()
+
+
+def test_a_plan_that_was_given_and_does_not_fit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where ranks have to agree it is measured when a window is over; every step until then was warned of."""
+    watch, _, _ = watch_of(BUDGET + 1)
+    watch._decider.chosen, watch._in_force.recomputed = None, frozenset()
+    for _ in range(3):
+        watch.answer(BUDGET + 1, is_window_over=False)
+    assert watch.wants_measure and len(caplog.records) == 1

@@ -23,7 +23,6 @@ from offload_engine import (
     OffloadEngine,
     Planned,
     enable_activation_offloading,
-    manage_activations,
 )
 from offload_engine._budget.state import State
 from offload_engine.frontends.integrations.pipelining import offload_schedule
@@ -47,17 +46,6 @@ def layers(model: nn.Module) -> tuple[OffloadEngine, Step]:
     return handle.engine, lambda model, x: model(x).square().mean().backward()
 
 
-def any_model(model: nn.Module) -> tuple[OffloadEngine, Step]:
-    activations = manage_activations(model, plenty())
-
-    def step(model: nn.Module, x: torch.Tensor) -> None:
-        with activations:
-            loss = model(x).square().mean()
-        loss.backward()
-
-    return activations.engine, step
-
-
 def checkpoints(model: nn.Module) -> tuple[OffloadEngine, Step]:
     offload = CheckpointOffload(plenty())
 
@@ -70,9 +58,6 @@ def checkpoints(model: nn.Module) -> tuple[OffloadEngine, Step]:
     return offload.engine, step
 
 
-FRONT_ENDS = [layers, any_model, checkpoints]
-
-
 def train(model: nn.Module, step: Step, num_steps: int) -> list[torch.Tensor]:
     """Train; return the gradients of the last step."""
     optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1)
@@ -83,10 +68,10 @@ def train(model: nn.Module, step: Step, num_steps: int) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("make", FRONT_ENDS)
-def test_steps_that_need_no_groups_have_the_same_gradients(make: Any) -> None:
+def test_steps_that_need_no_groups_have_the_same_gradients() -> None:
+    """Those of layers and of groups by size: test_budget.py."""
     model = make_model()
-    engine, step = make(model)
+    engine, step = checkpoints(model)
     assert engine.budget is not None
     engine.budget._idleness.is_measured = True  # as on a GPU
     found = train(model, step, 9)

@@ -72,7 +72,7 @@ def test_remove_after_a_training_that_raised(trainer: tuple[Any, Begin]) -> None
     callback, begin = trainer
     model = Module()
     begin(callback, model)
-    with pytest.raises(OffloadError, match="is offloaded already"):
+    with pytest.raises(OffloadError, match="is already offloaded"):
         enable_activation_offloading(model, config=CONFIG)
     callback.remove()
     callback.remove()

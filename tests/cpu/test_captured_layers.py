@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers
+from offload_engine import OffloadConfig, OffloadEngine, OffloadError, Planned, ResidentBudget, captured_layers
 from offload_engine._captured.program import Use, make_program
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
 from offload_engine._captured.slots import Slot
@@ -570,11 +571,13 @@ def test_a_tensor_that_a_backward_has_written_is_an_error(
     assert (layers.copied_out_bytes > 0) == has_left
 
 
-def test_without_room_on_the_host_all_stays(graphs: Graphs) -> None:
+def test_without_room_on_the_host_all_stays(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
     with engine_with(host_limit_bytes=1) as full:
         layers = captured(graphs, full)
         assert layers.copied_out_bytes == layers.host_bytes == layers.slot_bytes == 0
         check_replays(graphs)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"what {NUM_LAYERS - 1} captured forwards save stays on the device")
 
 
 def test_the_limit_counts_what_captured_layers_have(graphs: Graphs) -> None:
@@ -610,10 +613,61 @@ def test_release_waits_for_copies_of_a_pass_that_was_broken_off(num_actions: int
     assert not any(stream.queue for stream in device._streams)
 
 
+def test_what_is_to_stay_stays_spread_over_the_forwards() -> None:
+    """What leaves is at most the share of what all forwards have saved, and the last of them stays in any case."""
+    moved = {}
+    for fraction in (1.0, 0.6, 0.5, 0.0):
+        graphs = Graphs("F0 B0")
+        with engine_with(fraction=fraction) as engine:
+            moved[fraction] = captured(graphs, engine, graphs_beside=0).copied_out_bytes // LAYER_BYTES
+            check_replays(graphs)
+            graphs.reset()
+    assert moved == {1.0: NUM_LAYERS - 1, 0.6: 3, 0.5: 2, 0.0: 0}
+
+
+@pytest.mark.parametrize(("order", "num_filled"), [*zip(ORDERS.values(), (1, 1, 2), strict=True)], ids=ORDERS)
+def test_bytes_that_are_to_stay_are_the_first_that_wait_for_their_backward(order: str, num_filled: int) -> None:
+    """They fill up again where the microbatch that has them has had its backward."""
+    moved = []
+    for kept_bytes in (0, 2 * LAYER_BYTES):
+        graphs = Graphs(order)
+        with engine_with(kept_bytes=kept_bytes) as engine:
+            moved.append(captured(graphs, engine, graphs_beside=0).copied_out_bytes)
+            check_replays(graphs)
+            graphs.reset()
+    assert moved[0] - moved[1] == num_filled * 2 * LAYER_BYTES
+
+
+@pytest.mark.parametrize(("policy", "is_said"), [(None, False), (Planned(), False), (ResidentBudget(1), True)])
+def test_bounds_of_policies_are_for_what_runs_eagerly(
+    policy: Any, is_said: bool, graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with engine_with(policy=policy) as engine:
+        captured(graphs, engine)
+        graphs.reset()
+    assert [text.startswith("ResidentBudget(") for text in caplog.messages] == [True] * is_said
+
+
+def test_a_dry_run_moves_nothing(graphs: Graphs) -> None:
+    with engine_with(dry_run=True) as engine:
+        layers = captured(graphs, engine)
+        assert (layers.copied_out_bytes, layers.host_bytes, layers.slot_bytes) == (0, 0, 0)
+        check_replays(graphs)
+        graphs.reset()
+
+
+def test_without_room_that_is_required_the_capture_ends(graphs: Graphs) -> None:
+    with engine_with(host_limit_bytes=1, host_policy="error") as engine:
+        with pytest.raises(OffloadError, match="a captured layer needs .* bytes of host memory.*host_policy='keep'"):
+            captured(graphs, engine)
+        assert not has_hooks()
+
+
 def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine, graphs: Graphs) -> None:
     with engine.iteration():
         lease = present(engine.pool.lend(1 << 20))
-        engine.pool.give_back(lease)
+        engine.pool.return_lease(lease)
     assert engine.pool.slab_bytes_total > 0
     captured(graphs, engine)
     assert engine.pool.slab_bytes_total == 0
@@ -655,13 +709,13 @@ def test_layers_whose_graphs_are_reset_or_freed_are_released(
     are_reset: bool, engine: OffloadEngine, graphs: Graphs
 ) -> None:
     captured(graphs, engine)
-    engine.graphs.release_dropped()
+    engine.graphs.release_freed()
     assert len(engine.graphs.layers) == 1
     if are_reset:
         graphs.reset()
     else:
         graphs.chunks.clear()
-    engine.graphs.release_dropped()
+    engine.graphs.release_freed()
     assert not engine.graphs.layers
 
 
@@ -695,11 +749,11 @@ def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> No
     saved = CapturedStorage(0, found)
     handle = CapturedTensor(tensor, found, saved)
     slab = GraphDevice().new_slab(64)
-    assert not saved.leave(HostRegion(slab, 0, 32), 0) and (saved.region, saved.may_leave()) == (None, False)
+    assert not saved.release(HostRegion(slab, 0, 32), 0) and (saved.region, saved.may_leave()) == (None, False)
     assert handle.tensor is not None and handle.tensor.data_ptr() == tensor.data_ptr()
     assert torch.equal(handle.tensor, tensor) and not handle.is_modified
     del tensor, found
-    assert saved.leave(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
+    assert saved.release(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
 
 
 def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngine, graphs: Graphs) -> None:
@@ -732,7 +786,7 @@ def test_captures_that_an_interrupt_has_ended_late_are_not_replayed(
 def test_a_capture_without_an_end_leaves_no_hooks_and_no_other_follows_it(
     engine: OffloadEngine, graphs: Graphs
 ) -> None:
-    with pytest.raises(OffloadError, match="was broken off"), engine.graphs.capture_layers(owner=graphs.owner):
+    with pytest.raises(OffloadError, match="was interrupted"), engine.graphs.capture_layers(owner=graphs.owner):
         graphs.owner.CUDAGraph().capture_begin()
         assert has_hooks()
         graphs.owner.CUDAGraph().capture_begin()
@@ -757,7 +811,7 @@ def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused
     with capturing(graphs, engine, graphs_beside=0):
         chunk = GraphedChunk(graphs.layers[:4], graphs.owner)
         chunk.capture_forward()
-        with pytest.raises(OffloadError, match="runs eagerly: capture it, too"):
+        with pytest.raises(OffloadError, match="runs outside a capture: capture it, too"):
             chunk._static[0][1].sum().backward()
         graph = graphs.owner.CUDAGraph()
         graph.capture_begin()

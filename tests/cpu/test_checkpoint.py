@@ -26,14 +26,13 @@ from offload_engine._devices.cpu import CpuDevice
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
-    HIDDEN,
     INPUT_BYTES,
-    LENGTH,
     Stack,
     WatchedStack,
     all_equal,
     first_recomputation,  # noqa: F401 (a fixture)
 )
+from tests.decoders import HIDDEN, LENGTH
 from tests.lookups import present
 
 Checkpoint = Callable[..., Any]
@@ -102,7 +101,7 @@ def test_inside_manage_activations(device: AdversarialDevice) -> None:
         found = run(checkpoint, num_steps=1)
     assert all_equal(found, run(torch_checkpoint, num_steps=1))
     assert activations.stats.managed_bytes >= DEPTH * INPUT_BYTES
-    with pytest.raises(OffloadError, match="does not know which engine to use"):
+    with pytest.raises(OffloadError, match="has no engine"):
         checkpoint(torch.sin, torch.ones(3, requires_grad=True))
     activations.close()
 

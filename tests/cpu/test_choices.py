@@ -18,6 +18,11 @@ from offload_engine import (
     Planned,
     ResidentBudget,
 )
+from offload_engine._policy.keeping import Keeping
+from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._policy.policy import Policy
+from offload_engine._saved.counters import ByteCounters
+from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, slots_of
 from offload_engine.planning.plan import validate_plan
 from offload_engine.planning.planner import plan_step
@@ -175,6 +180,36 @@ def test_room_is_given_to_plans_only() -> None:
     assert 0 < bench.engine.stats.copied_out_bytes < 4 * 15 * GROUP_BYTES
     with pytest.raises(ValueError, match=r"room_bytes=5 needs OffloadConfig\(policy=Planned\(\)\)"):
         Bench(LowestPeak()).engine._keeping.allow(allowance(room_bytes=5))
+
+
+def test_room_bounds_a_step_without_a_plan_too() -> None:
+    bench = Bench(Planned())
+    bench.engine._keeping.allow(allowance(frozenset(), room_bytes=9 * GROUP_BYTES))
+    bench.step(num_stages=1)
+    assert bench.engine.plan is None and bench.engine.stats.peak_resident_bytes <= 9 * GROUP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "is_kept", "more_bytes", "more_resident", "expected"),
+    [
+        ("up", False, 0, 0, "stays"),
+        ("up", False, 1, 0, "leaves"),
+        ("up", False, 0, 1, "leaves"),
+        ("up", True, 1, 0, "as its traits say"),
+        ("down", False, 0, 0, "as the policy says"),
+    ],
+)
+def test_what_is_chosen_stays_up_to_its_bytes_and_to_the_resident_bytes_and_else_leaves(
+    name: str, is_kept: bool, more_bytes: int, more_resident: int, expected: str
+) -> None:
+    counters = ByteCounters(None)
+    keeping = Keeping(Policy(counters, LeavingQueue()), counters)
+    keeping.allow(allowance(frozenset({UP}), resident_bytes=9 * GROUP_BYTES))
+    group = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits(is_kept, layer=0))
+    group.own_bytes, counters.resident_bytes = 4 * GROUP_BYTES + more_bytes, 9 * GROUP_BYTES + more_resident
+    group.stays = keeping.may_stay(group)
+    assert (group.stays, keeping.outgrows(group)) == (expected == "stays", expected == "leaves")
+    assert counters.stats.num_outgrown_groups == more_bytes + more_resident
 
 
 def test_a_kept_group_stays_where_that_its_backward_comes_at_once_is_taken_back() -> None:

@@ -50,7 +50,7 @@ def test_host_bytes_returned_while_the_pool_was_busy_are_room() -> None:
     pool, _ = make_pool(limit_bytes=64)
     lease = present(pool.lend(64))
     with pool._lock:  # as in the garbage collector, in the middle of an operation
-        pool.give_back(lease, ())
+        pool.return_lease(lease, ())
     assert pool.room_bytes == 64
 
 
@@ -59,7 +59,7 @@ def test_no_more_idle_slabs_are_closed_than_a_lease_needs() -> None:
     leases = [pool.lend(64), pool.lend(64)]
     for lease in leases:
         assert lease is not None
-        pool.give_back(lease, ())
+        pool.return_lease(lease, ())
     assert pool.lend(128) is not None and fake.open_bytes == 192
 
 
@@ -76,10 +76,10 @@ def test_new_books_count_the_slabs_and_ignore_leases_of_the_old_ones() -> None:
     pool, _ = make_pool(slab_bytes=64)
     old = present(pool.lend(64))
     pool._slabs.nbytes = 0  # as if interrupted before it was counted
-    pool.take_all_back()
+    pool.reset()
     assert pool.slab_bytes_total == 64
     new = pool.lend(64)
-    pool.give_back(old, ())
+    pool.return_lease(old, ())
     assert new is not None and pool.num_leases == 1 and pool.lent_bytes == 64
 
 
@@ -89,7 +89,7 @@ def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
     pool._is_frozen = True
     lease = pool.lend(16)
     assert lease is not None and len(pool._slabs.by_index) == 2
-    pool.give_back(lease, ())
+    pool.return_lease(lease, ())
     pool.thaw()
     assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.dist.launch import RankFailed, collect
 
 TIMEOUT_S = 60  # a loaded machine starts Python in 10
 TRAIN = """
@@ -85,3 +88,15 @@ def test_a_killed_peer_ends_training_with_an_error_and_leaves_no_file(tmp_path: 
         assert time.monotonic() - begin < TIMEOUT_S
         assert survivor.returncode == 1
         assert "RuntimeError" in errors and ("peer" in errors or "gloo" in errors.lower()), errors
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_a_rank_that_has_died_is_told_from_one_that_is_late(has_read: bool) -> None:
+    """Its end of a socket is closed, and reset if it had not read all that it was sent."""
+    own, of_rank = multiprocessing.Pipe()
+    own.send("work")
+    if has_read:
+        of_rank.recv()
+    of_rank.close()
+    with pytest.raises(RankFailed, match="rank 0: died without a word"):
+        collect([own], timeout_s=5.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from offload_engine._observe.chrome_trace import write_trace
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import find_hardware
 from offload_engine.rehearsal.options import hardware_of, recorded_link
-from tests.cpu.test_observe_trace import MIB, a_step
+from tests.cpu.test_observe_report import a_step
 
 
 def test_a_name_with_a_number_is_so_many_gpus_of_a_host() -> None:
@@ -35,7 +36,7 @@ def test_a_name_with_a_number_is_so_many_gpus_of_a_host() -> None:
 )
 def test_gpus_that_copy_at_once_share_the_host(num_gpus: int, is_both_ways: bool, link: Link) -> None:
     assert find_hardware("h200x8").link(num_gpus, is_both_ways=is_both_ways) == link
-    with pytest.raises(ValueError, match="num_copying=0"):
+    with pytest.raises(ValueError, match="num_copying must be at least 1, got 0"):
         find_hardware("h200x8").link(0, is_both_ways)
 
 
@@ -61,7 +62,7 @@ def test_a_users_file_changes_and_adds_machines(table: Path) -> None:
         ("[h201]\ngpu_gib = 3\n", r"hardware h201: \w+ is missing"),
         ("[h200]\ngpu_gib = -1\n", "hardware h200: gpu_gib must be a number above 0, got -1"),
         ("[h200]\nsource = 'guess'\n", "source must be one of measured, datasheet"),
-        ("h200 = 3\n", r"h200 must be a machine, as \[h200\]"),
+        ("h200 = 3\n", r"h200 must be a machine: \[h200\]"),
         ("[h200\n", "is not a TOML file"),
     ],
 )
@@ -75,10 +76,10 @@ def test_a_recording_says_how_fast_copies_were(tmp_path: Path) -> None:
     """What was measured replaces the link; of both ways at once the slower counts."""
     trace = str(write_trace([a_step(0), a_step(1)], tmp_path / "trace.json"))
     link = recorded_link([trace])
-    assert link == pytest.approx(Link(8 * MIB / 1e6, 4 * MIB / 1e6))  # out 8 MiB in a millisecond, two in each step
+    assert link == pytest.approx(Link(6.0, 2.0))  # out 12 MB in two milliseconds, in 4 MB in as long
     hardware = hardware_of("h100x8", None, [trace])
     assert hardware.link(8, is_both_ways=False) == link
     assert hardware.link(8, is_both_ways=True) == Link(link.in_gbps, link.in_gbps)
-    empty = write_trace(a_step(copies=()), tmp_path / "empty.json")
+    empty = write_trace(replace(a_step(), copies=()), tmp_path / "empty.json")
     with pytest.raises(ValueError, match="empty.json: no copies out are recorded"):
         recorded_link([str(empty)])

@@ -221,7 +221,7 @@ def test_no_memory_to_restore_is_told_and_stops_nothing(
     bench.engine.held_elsewhere(x)
     monkeypatch.setattr(bench.engine.device, "restore", mock.Mock(side_effect=torch.OutOfMemoryError("no memory")))
     bench.engine.reset_iteration()
-    assert "no memory to restore" in caplog.text and x.untyped_storage().nbytes() == 0
+    assert "no memory to refill" in caplog.text and x.untyped_storage().nbytes() == 0
     del out
     bench.engine.close()
 

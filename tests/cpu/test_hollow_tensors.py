@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload_engine.planning.hardware import find_hardware
+from offload_engine.rehearsal.attention import fused_attention
 from offload_engine.rehearsal.costs import KernelCosts
 from offload_engine.rehearsal.tensors import HollowTensors
 
@@ -48,6 +49,25 @@ def test_bytes_are_counted_until_their_storage_is_freed(hollow: HollowTensors) -
         small = torch.empty(1, dtype=torch.uint8)
         assert allocated.peak_bytes == 512  # as the allocator of GPUs rounds
         del small
+
+
+def test_attention_whose_heads_share_keys_takes_as_long(hollow: HollowTensors) -> None:
+    """Transformers leaves it to the kernel where there is a GPU; torch counts operations of as many heads only."""
+    times = []
+    for num_heads in (4, 16):
+        ran: list[float] = []
+
+        def run(milliseconds: float, name: str, ran: list[float] = ran) -> None:
+            ran.append(milliseconds)
+
+        hollow.run = run
+        with hollow, fused_attention():
+            query = torch.empty(1, 16, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
+            keys = torch.empty(1, num_heads, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
+            attend = torch.nn.functional.scaled_dot_product_attention
+            attend(query, keys, keys, is_causal=True, enable_gqa=num_heads < 16).sum().backward()
+        times.append(sorted(ran)[-2:])
+    assert times[0] == times[1] and times[0][0] > 0.05
 
 
 def test_integers_are_computed_from_integers_and_zero_from_floats(hollow: HollowTensors) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from offload_engine import ChunkOffloadHandler, OffloadEngine
 from offload_engine._compat import torch_private
-from offload_engine._compat.own_hooks import OwnHooks, take_off
+from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from tests.cpu.test_engine import NUMEL, check_nothing_left, leaf, make_engine
 
 
@@ -163,6 +163,6 @@ def test_hooks_that_another_has_left_on_top_stay_there_alone() -> None:
 def test_hooks_that_were_taken_off_leave_others_alone() -> None:
     with OwnHooks(other, other):
         with OwnHooks(same, same):
-            take_off(lambda unpack: unpack is same)
+            pop_own(lambda unpack: unpack is same)
         assert innermost_hooks() == (other, other)
     assert innermost_hooks() is None

@@ -134,14 +134,14 @@ class CheckedPool:
         ]
         self.live.append(lease)
 
-    def give_back(self, index: int, num_events: int) -> None:
+    def return_lease(self, index: int, num_events: int) -> None:
         if not self.live:
             return
         lease = self.live.pop(index % len(self.live))
         fresh = [FakeEvent() for _ in range(num_events)]
         self.events += fresh
         self.used += [(*self._range(lease), event) for event in fresh]
-        self.pool.give_back(lease, fresh)
+        self.pool.return_lease(lease, fresh)
 
     def complete(self, index: int) -> None:
         if self.events:
@@ -164,7 +164,7 @@ class CheckedPool:
 
     def finish(self) -> None:
         while self.live:
-            self.give_back(0, 1)
+            self.return_lease(0, 1)
         self.check()
         whole = sorted((extent.start, extent.nbytes) for extent in self.pool._slabs.free)
         assert whole == sorted((0, slab.nbytes) for slab in self.device.slabs if not slab.closed)
@@ -194,7 +194,7 @@ class CheckedPool:
         st.one_of(
             st.tuples(st.just("lend"), st.integers(1, 100)),
             st.tuples(st.just("lend"), st.integers(1, 100)),
-            st.tuples(st.just("give_back"), st.integers(0, 50), st.integers(0, 2)),
+            st.tuples(st.just("return_lease"), st.integers(0, 50), st.integers(0, 2)),
             st.tuples(st.just("complete"), st.integers(0, 50)),
             st.tuples(st.just("trim")),
             st.tuples(st.just("reset_peak")),
@@ -226,7 +226,7 @@ def test_the_bytes_of_a_group_wait_for_the_last_copy_of_each_part_once() -> None
     pool, _ = make_pool()
     lease, event = present(lend(pool, [8, 8, 8, 8]))[0], FakeEvent()
     for last_copy in (None, event, event, None):
-        lease.give_up_part(last_copy)
+        lease.return_parts(last_copy)
     assert present(lend(pool, [32]))[0].ready_after == (event,)
 
 
@@ -234,10 +234,10 @@ def test_returned_twice_or_to_another_pool() -> None:
     pool, other = make_pool()[0], make_pool()[0]
     lease = present(pool.lend(10))
     with pytest.raises(AssertionError, match="did not lend it"):
-        other.give_back(lease)
-    pool.give_back(lease)
+        other.return_lease(lease)
+    pool.return_lease(lease)
     with pytest.raises(AssertionError, match=r"HostLease\(10 bytes, slab 0 at 0, returned, 0 events\) was returned tw"):
-        pool.give_back(lease)
+        pool.return_lease(lease)
     assert pool.num_leases == 0
 
 
@@ -245,8 +245,8 @@ def test_idle_slabs_make_room_below_the_limit() -> None:
     pool, device = make_pool(limit_bytes=96, slab_bytes=32)
     leases = [present(pool.lend(32)) for _ in range(3)]
     reading = FakeEvent()
-    pool.give_back(leases[0], [reading])
-    pool.give_back(leases[1])
+    pool.return_lease(leases[0], [reading])
+    pool.return_lease(leases[1])
     assert pool.lend(64) is None, "one idle slab is still being read"
     assert device.open_bytes == 96, "nothing is closed when that would not be enough"
     reading.done = True
@@ -294,9 +294,9 @@ def test_full_host_tier() -> None:
     first, second = present(pool.lend(60)), present(pool.lend(16))
     assert [slab.nbytes for slab in device.slabs] == [64, 16], "no room for a whole slab, only for what is needed"
     assert pool.lend(8) is None
-    pool.give_back(first)
+    pool.return_lease(first)
     assert pool.lend(72) is None and not slab_of(second).closed
-    pool.give_back(second)
+    pool.return_lease(second)
     assert pool.lend(72) is not None and device.open_bytes == 72, "idle slabs make room"
 
 
@@ -304,8 +304,8 @@ def test_trim_keeps_slabs_in_use_or_being_read() -> None:
     pool, device = make_pool(slab_bytes=32)
     _, read, idle = [present(pool.lend(32)) for _ in range(3)]
     reading = FakeEvent()
-    pool.give_back(read, [reading])
-    pool.give_back(idle)
+    pool.return_lease(read, [reading])
+    pool.return_lease(idle)
     assert pool.trim() == 32 and [slab.closed for slab in device.slabs] == [False, False, True]
     reading.done = True
     assert pool.trim() == 32 and pool.slab_bytes_total == 32
@@ -315,8 +315,8 @@ def test_close_waits_for_copies_also_failed_ones() -> None:
     pool, device = make_pool(slab_bytes=32)
     reading, failed = FakeEvent(), FakeEvent(fails=True)
     leases = [present(pool.lend(16)), present(pool.lend(16))]
-    pool.give_back(leases[0], [failed])
-    pool.give_back(leases[1], [reading])
+    pool.return_lease(leases[0], [failed])
+    pool.return_lease(leases[1], [reading])
     pool.close()
     pool.close()
     assert reading.done and device.open_bytes == pool.slab_bytes_total == 0
@@ -329,26 +329,26 @@ def test_recovery_takes_back_a_lease_that_was_lost() -> None:
     lost, late = present(pool.lend(8)), present(pool.lend(16))
     del lost
     pool._lock.acquire()  # and the lock is left taken
-    pool.take_all_back()
+    pool.reset()
     other = threading.Thread(target=pool.reset_peak, daemon=True)
     other.start()
     other.join(timeout=10)
     assert not other.is_alive()
     assert pool.num_leases == pool.lent_bytes == 0
     lease = present(pool.lend(32))
-    pool.give_back(late)  # it has no bytes any more
+    pool.return_lease(late)  # it has no bytes any more
     assert pool.lent_bytes == 32 and len(device.slabs) == 1 and lease.region.nbytes == 32
-    pool.give_back(lease, [FakeEvent(fails=True)])
-    pool.take_all_back()
+    pool.return_lease(lease, [FakeEvent(fails=True)])
+    pool.reset()
     assert present(pool.lend(32)).ready_after == (), "a copy that failed holds none back"
 
 
 def test_close_with_a_lease_out() -> None:
     pool, _ = make_pool()
     lease = present(pool.lend(10))
-    with pytest.raises(RuntimeError, match=r"1 leases \(10 bytes\) out.*reset_iteration"):
+    with pytest.raises(RuntimeError, match=r"1 leases \(10 bytes\) not returned.*reset_iteration"):
         pool.close()
-    pool.give_back(lease)
+    pool.return_lease(lease)
     pool.close()
 
 
@@ -362,7 +362,7 @@ def test_returns_by_the_garbage_collector_in_the_middle_of_a_call() -> None:
             self.cycle = self
 
         def __del__(self) -> None:
-            pool.give_back(self.lease)
+            pool.return_lease(self.lease)
 
     class CollectingDevice(FakeDevice):
         def new_slab(self, nbytes: int) -> FakeSlab:
@@ -374,7 +374,7 @@ def test_returns_by_the_garbage_collector_in_the_middle_of_a_call() -> None:
         Owner()
     lease = present(pool.lend(100))
     assert (pool.num_leases, pool.lent_bytes) == (1, 100)
-    pool.give_back(lease)
+    pool.return_lease(lease)
     pool.close()
 
 
@@ -382,12 +382,12 @@ def test_returns_from_other_threads() -> None:
     pool, _ = make_pool()
     leases = [present(pool.lend(8)) for _ in range(400)]
     threads = [
-        threading.Thread(target=lambda part: [*map(pool.give_back, part)], args=(leases[i::4],)) for i in range(4)
+        threading.Thread(target=lambda part: [*map(pool.return_lease, part)], args=(leases[i::4],)) for i in range(4)
     ]
     for thread in threads:
         thread.start()
     for _ in range(200):
-        pool.give_back(present(pool.lend(12)))
+        pool.return_lease(present(pool.lend(12)))
     for thread in threads:
         thread.join()
     assert (pool.num_leases, pool.lent_bytes) == (0, 0)
@@ -413,7 +413,7 @@ def test_changing_sizes_take_little_more_than_their_peak(
                 in_flight.append([present(pool.lend(nbytes)) for nbytes in sizes])
             if microbatch >= chunks_in_flight - 1:
                 for lease in reversed(in_flight.pop(0)):
-                    pool.give_back(lease)
+                    pool.return_lease(lease)
         peak_bytes = max(peak_bytes, pool.peak_lent_bytes)
     assert peak_bytes > 1024 * MIB and pool.lent_bytes == 0
     assert pool.slab_bytes_total <= 1.10 * peak_bytes
@@ -427,7 +427,7 @@ def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read() -> None:
     for _ in range(2):
         leases = [present(pool.lend(40)) for _ in range(8)]
         for lease in leases:
-            pool.give_back(lease, [reading])
+            pool.return_lease(lease, [reading])
     assert len(device.slabs) == 8, "a slab each, and a copy is still reading one"
     reading.done = True
     pool.lend(40)
@@ -437,7 +437,7 @@ def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read() -> None:
 def test_slabs_with_the_tolerated_waste_are_kept() -> None:
     pool, device = make_pool(slab_bytes=64, limit_bytes=108)
     for lease in [present(pool.lend(60)), present(pool.lend(40))]:
-        pool.give_back(lease)
+        pool.return_lease(lease)
     assert pool.lend(4) and [slab.nbytes for slab in device.slabs] == [64, 44]
 
 
@@ -445,13 +445,13 @@ def test_slabs_are_not_replaced_again_and_again() -> None:
     """Holes may cost more than the tolerated waste in every step; new slabs would have them too."""
     pool, device = make_pool(slab_bytes=64)
     for lease in [present(pool.lend(40)) for _ in range(8)]:
-        pool.give_back(lease)
+        pool.return_lease(lease)
     for _ in range(5):
         early, late = present(pool.lend(160)), present(pool.lend(160))
-        pool.give_back(early)
+        pool.return_lease(early)
         # The 20 are in the hole that the 150 would need.
         for lease in (late, *[present(pool.lend(nbytes)) for nbytes in (20, 150)]):
-            pool.give_back(lease)
+            pool.return_lease(lease)
     assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332, 152]
     assert len(device.slabs) == 10
 

@@ -35,8 +35,8 @@ LAYERS = {
         planning.steps planning.predict planning.worth planning.choose _host.slabs _host.pool _host.leases
         _saved _saved.places _saved.storage _saved.alloc_streams _saved.failures _saved.retirement
         _saved.counters _saved.handles _saved.unpacked _saved.eligibility _saved.quantized _saved.transfers _captured
-        _captured.graphs _captured.saves _captured.slots _captured.program _captured.recording _captured.replays
-        captured_layers _saved.abandon _saved.mover _saved.group_moves _saved.store tracker _chunk
+        _captured.graphs _captured.saves _captured.share _captured.slots _captured.program _captured.recording
+        _captured.replays captured_layers _saved.abandon _saved.mover _saved.group_moves _saved.store tracker _chunk
         _chunk.progress _chunk.group_stack _chunk.saved_tensors _policy _policy.horizon _policy.leaving
         _policy.share _policy.window _policy.policy _policy.reactive _policy.lowest_peak _policy.resident
         _policy.shape_log _policy.planned _policy.keeping _policy.choose _policy.executor _budget _budget.gauge

@@ -192,7 +192,7 @@ def test_after_a_torn_operation_the_next_iteration_begins_anew(
     engine.begin_iteration()
     assert not engine.has_saved and engine.pool.num_leases == 0 and not engine.failures.has_failed
     engine.end_iteration()
-    with pytest.raises(OffloadError, match="dropped by reset_iteration"):
+    with pytest.raises(OffloadError, match="abandoned by reset_iteration"):
         chunk.tensor_pop(handle)
 
 

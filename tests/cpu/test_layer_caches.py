@@ -16,7 +16,6 @@ from tests.decoders import SMALL, make_decoder
 
 WIDTH, ROWS, DEPTH, TOKENS = 8, 4, 3, torch.arange(32).view(2, 16)
 ALL = OffloadConfig(min_tensor_bytes=1)
-Step = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class Cache:
@@ -143,7 +142,7 @@ def test_an_empty_cache_by_position_is_dropped(kind: type[Layer], caplog: pytest
         assert_same(numbers(model, net_loss(model, memory=cache)), plain)
     handle.remove()
     assert not cache.kept
-    assert caplog.text.count("given an empty cache of keys and values, first layers.0") == 1
+    assert caplog.text.count("receive an empty cache of keys and values, first layers.0") == 1
 
 
 def test_a_layer_that_a_budget_recomputes_and_is_given_a_cache_runs_once() -> None:
@@ -181,7 +180,7 @@ def test_content_is_refused_by_name(make: Callable[[Net], torch.Tensor], message
     model = Net()
     plain = numbers(model, net_loss(model))
     handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
-    with pytest.raises(OffloadError, match=f"layers.0 is given a cache .* {message}.* use enable_ckpt=False"):
+    with pytest.raises(OffloadError, match=f"layers.0 receives a cache .* {message}.* use enable_ckpt=False"):
         make(model)
     assert_same(numbers(model, net_loss(model)), plain)  # the refused forward has left nothing
     handle.remove()
@@ -207,7 +206,7 @@ def test_a_prefix_in_a_cache(enable_ckpt: bool) -> None:
     plain = numbers(model, prefix_loss(model, prefix))
     handle = enable_activation_offloading(model, enable_ckpt=enable_ckpt, config=SMALL)
     if enable_ckpt:
-        with pytest.raises(OffloadError, match="as past_key_values .DynamicCache., which is not empty"):
+        with pytest.raises(OffloadError, match="as past_key_values .DynamicCache. that is not empty"):
             prefix_loss(model, prefix)
     else:
         grads = [p.grad.clone() for p in prefix if p.grad is not None]

@@ -10,6 +10,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from offload_engine import (
     enable_activation_offloading,
 )
 from tests.adversarial import AdversarialDevice
-from tests.checkpointed import HIDDEN, INPUT_BYTES, LENGTH, WatchedStack, all_equal
+from tests.checkpointed import INPUT_BYTES, WatchedStack, all_equal
+from tests.decoders import HIDDEN, LENGTH, SMALL, Trace, make_decoder, train
 
 WIDTH, ROWS = 16, 8
 BYTES = 4 * WIDTH * ROWS  # of one activation
@@ -110,6 +112,11 @@ Enable = Callable[..., LayerOffload]
 # -- parity -----------------------------------------------------------------------------------------------------------
 
 
+@cache
+def plain_training(kind: str) -> Trace:
+    return train(make_decoder(kind))
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("own", [None, "plain", "reentrant"])
 @pytest.mark.parametrize("enable_ckpt", [False, True])
@@ -117,13 +124,11 @@ def test_hugging_face_models_train_the_same_to_the_last_bit(
     kind: str, own: str | None, enable_ckpt: bool, enable: Enable
 ) -> None:
     pytest.importorskip("transformers")
-    from tests.decoders import HIDDEN, LENGTH, SMALL, make_decoder, train
-
     model: Any = make_decoder(kind)
     if own is not None:
         model.gradient_checkpointing_enable({"use_reentrant": own == "reentrant"})
     handle = enable(model, enable_ckpt, config=SMALL)
-    assert train(model) == train(make_decoder(kind))
+    assert train(model) == plain_training(kind)
     stats = handle.stats
     assert (stats.num_offloaded_groups, stats.num_kept_groups, stats.prefetch_misses) == (3, 1, 0)
     assert stats.copied_in_bytes == stats.copied_out_bytes
@@ -532,8 +537,6 @@ def test_a_copy_of_the_model_is_a_plain_one(enable_ckpt: bool, enable: Enable) -
 
 def test_the_checkpointing_of_the_model_is_switched_off_and_on_again(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("transformers")
-    from tests.decoders import SMALL, make_decoder
-
     model: Any = make_decoder("llama")
     model.gradient_checkpointing_enable()
     with caplog.at_level(logging.INFO, "offload_engine"):
@@ -551,8 +554,6 @@ def test_the_checkpointing_of_the_model_is_switched_off_and_on_again(caplog: pyt
 def test_a_cache_of_keys_is_not_filled_twice(enable: Enable) -> None:
     """Hugging Face models make one in training, unless told not to; recomputation would append to it again."""
     pytest.importorskip("transformers")
-    from tests.decoders import SMALL, make_decoder
-
     tokens = torch.arange(8)[None]
     losses = []
     for enable_ckpt in (False, True):

@@ -325,7 +325,7 @@ def test_one_inside_another(activations: ManagedActivations) -> None:
         y = (x * 1).exp()
         with inner:
             y = (y * 1).exp()
-        with pytest.raises(OffloadError, match="entered already: leave it first"), activations:
+        with pytest.raises(OffloadError, match="already entered: exit it first"), activations:
             raise AssertionError("not reached")
     assert activations.stats.managed_bytes == inner.stats.managed_bytes == TENSOR_BYTES
     y.sum().backward()
@@ -357,19 +357,6 @@ def test_two_models_in_two_threads() -> None:
         assert all(map(torch.equal, train(seed, nullcontext), found[seed]))
 
 
-def test_offload_that_does_nothing_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """But not where nothing could leave: in evaluation."""
-    activations = manage_activations(engine=OffloadEngine(device=AdversarialDevice()))
-    model = make_model()
-    with torch.no_grad(), activations:
-        model(batch())
-    assert not caplog.text
-    for _ in range(2):
-        managed_tensors(activations, lambda: loss_of(model))
-    assert caplog.text.count("nothing was offloaded: no activation of at least 1048576 bytes was saved on cpu") == 1
-    activations.close()
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -387,10 +374,3 @@ def test_arguments(activations: ManagedActivations) -> None:
         manage_activations(config=OffloadConfig(), engine=activations.engine)
     with pytest.raises(ValueError, match="group_bytes must be positive, got 0"):
         manage_activations(group_bytes=0, engine=activations.engine)
-
-
-def test_after_close(activations: ManagedActivations) -> None:
-    activations.close()
-    activations.close()
-    with pytest.raises(OffloadError, match="call manage_activations"), activations:
-        loss_of(make_model())

@@ -61,7 +61,7 @@ def test_use_after_the_end() -> None:
     model = Net()
     activations = manage_activations(model, CONFIG)
     activations.close()
-    with pytest.raises(OffloadError, match=r"its close\(\) or remove\(\): call manage_activations\(\) again"):
+    with pytest.raises(OffloadError, match=r"ended by close\(\) or remove\(\): call manage_activations\(\) again"):
         activations.__enter__()
     handle = enable_activation_offloading(model, config=CONFIG)
     handle.remove()
@@ -95,7 +95,7 @@ class Coder(nn.Module):
 def test_a_second_call_is_refused(choose: Callable[[Coder], list[nn.Module]]) -> None:
     model = Coder()
     handle = enable_activation_offloading(model, layers=list(model.encoder), config=CONFIG)
-    with pytest.raises(OffloadError, match=r"this Coder is offloaded already: call remove\(\) .* layers=\[\.\.\.\]"):
+    with pytest.raises(OffloadError, match=r"this Coder is already offloaded: call remove\(\) .* layers=\[\.\.\.\]"):
         enable_activation_offloading(model, layers=choose(model), config=CONFIG)
     handle.remove()
     enable_activation_offloading(model, layers=choose(model), config=CONFIG).remove()
@@ -104,6 +104,6 @@ def test_a_second_call_is_refused(choose: Callable[[Coder], list[nn.Module]]) ->
 def test_a_part_that_is_offloaded_is_named() -> None:
     model: Any = nn.ModuleDict({"first": Coder(), "second": Coder()})
     handle = enable_activation_offloading(model["second"], layers=list(model["second"].decoder), config=CONFIG)
-    with pytest.raises(OffloadError, match=r"this ModuleDict is offloaded already, in second: call remove"):
+    with pytest.raises(OffloadError, match=r"this ModuleDict is already offloaded, in second: call remove"):
         enable_activation_offloading(model, layers=list(model["first"].decoder), config=CONFIG)
     handle.remove()

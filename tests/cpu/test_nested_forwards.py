@@ -8,21 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
 
 from offload_engine import LayerOffload, OffloadConfig, enable_activation_offloading
 from offload_engine._compat import torch_private
 from offload_engine.frontends.integrations._training import TrainingOffload
-from tests.cpu.test_found_layers import Model
+from tests.cpu.test_kept_graphs import DEPTH, ROWS, WIDTH, Net
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
-WIDTH, ROWS, NUM_LAYERS = 16, 8, 4
-
-
-class Net(Model):
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)))
 
 
 @pytest.fixture
@@ -54,7 +46,7 @@ def test_the_outermost_one_ends_the_forward_also_behind_an_error_of_an_inner_one
             x = layer(x)
     assert torch_private.innermost_hooks(True) is None
     x.sum().backward()
-    assert handle.stats.num_groups == NUM_LAYERS and not handle.engine.is_in_iteration and not caplog.records
+    assert handle.stats.num_groups == DEPTH and not handle.engine.is_in_iteration and not caplog.records
 
 
 def test_one_inside_the_bracket_of_a_trainer(model: Net, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,4 +85,4 @@ def test_one_of_another_thread_leaves_a_forward_alone(model: Net, handle: LayerO
         hook.remove()
         thread.join()
     x.sum().backward()
-    assert handle.stats.num_groups == NUM_LAYERS and not handle.engine.is_in_iteration
+    assert handle.stats.num_groups == DEPTH and not handle.engine.is_in_iteration

@@ -17,7 +17,6 @@ from offload_engine._devices import cuda_runtime
 from offload_engine._devices.base import CopyError, HostRegion
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._devices.cuda_runtime import CudaRuntime
-from tests.adversarial import AdversarialDevice
 from tests.cpu.test_cuda_calls import (  # noqa: F401  (fixtures)
     COMPILER,
     HAS_HEADERS,
@@ -62,20 +61,6 @@ def test_a_mark_takes_no_failure_from_the_event_behind_it() -> None:
         with pytest.raises(CopyError, match="disk full"):
             device.synchronize(event)
         assert device.milliseconds_between(mark, mark) == 0.0
-
-
-def test_marks_on_the_adversarial_device_run_nothing_and_order_nothing() -> None:
-    device = AdversarialDevice()
-    stream, slab = device.new_stream("copy_out"), device.new_slab(64)
-    source = torch.arange(64, dtype=torch.uint8)
-    device.wait_event(stream, device.record_event(device.current_stream()))
-    device.copy_out(stream, [(source, HostRegion(slab, 0, 64))])
-    clock, mark = dict(stream.clock), device.mark_time(stream)
-    assert not mark.is_done and stream.clock == clock
-    device.mark_time(device.current_stream())
-    assert slab.bytes.eq(0xFF).all(), "a mark is no wait"
-    assert device.milliseconds_between(mark, mark) == 0.0 and torch.equal(slab.bytes, source)
-    device.close()
 
 
 needs_compiler = pytest.mark.skipif(COMPILER is None or not HAS_HEADERS, reason="needs a C compiler")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import threading
@@ -69,15 +68,6 @@ def test_the_file_has_the_numbers_in_its_name(
     run(observer)
     observer.close()
     assert read_records(tmp_path / written) == [observer.record]
-
-
-def test_the_first_report_is_logged_once(observer: Observer, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        observer.end(None, IterationStats())  # evaluation: no groups
-        assert not caplog.records
-        run(observer)
-        run(observer)
-    assert len(caplog.records) == 1 and "1 of 2 groups offloaded" in caplog.text
 
 
 class Late(ClockDevice):

@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import gzip
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from offload_engine._observe.chrome_trace import read_records, write_trace
+from offload_engine._observe.chrome_trace import write_trace
 from offload_engine._observe.fold import ModuleRow, fold, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     Awaited,
     CopyRecord,
+    CounterRecord,
     GroupRecord,
     MoveRecord,
     SavedRecord,
+    StageRecord,
     StepRecord,
     WaitRecord,
 )
@@ -69,8 +70,13 @@ def a_step(
             WaitRecord(Awaited.COPY_IN, "1.0:2", 8.0, 8.5),
             WaitRecord(Awaited.COPY_IN, "1.0:1", 9.0, 9.002),
         ),
-        stages=(),
-        counters=(),
+        stages=(
+            StageRecord("1.0:0", "packed", 0.5, 1.0),
+            StageRecord("1.0:0", "copying out", 1.0, 2.1),
+            StageRecord("1.0:1", "packed", 1.5, 9.0),
+            StageRecord("1.0:2", "packed", 9.0, 9.5),
+        ),
+        counters=(CounterRecord(1.0, MIB, 0, 0), CounterRecord(2.5, 2 * MIB, MIB, MIB)),
         saved=(*inside, *outside, saved("1.0", 9, unasked, module="module.decoder.layers.0.mlp.fc2")),
     )
 
@@ -102,16 +108,6 @@ def test_ranks_fold_where_reasons_are_alike_whatever_the_sizes() -> None:
     (norms,) = [row for row in rows if row.sums.small_bytes]
     assert norms.sums.small_bytes == 4 * (1024 + 2048 + 1024)
     assert [each.rows[0].sums.moved_bytes for each in sums] == [3 * MIB] * 3
-
-
-@pytest.mark.parametrize("knows_layers", [True, False])
-def test_groups_that_are_named_by_their_layer_fold(knows_layers: bool) -> None:
-    record = a_step(names="model.layers.{}")
-    if not knows_layers:
-        record = replace(record, groups=tuple(replace(group, layer=-1) for group in record.groups))
-    rows = [(row.module, numbers_text(row.layers), row.sums.num_groups) for row in module_rows(record)]
-    assert rows[:1] == [("model.layers.*", "0-2", 3)] and ("model.layers.*", "3", 1) in rows
-    assert [row.group for row in why_rows([record], "moved")] == ["model.layers.*"]
 
 
 def test_stages_are_those_of_the_whole_pipeline() -> None:
@@ -152,18 +148,6 @@ def test_why_answers_for_module_shape_and_reason() -> None:
     assert "lower min_tensor_bytes" in why_text(records, "norm")
 
 
-def test_moves_are_lines_of_one_group_or_chunk() -> None:
-    expected = [
-        "rank 0, step 3",
-        "     1.000 ms  F1.0:0       OUT  1.0:0     attn 1.0 MiB",
-        "     2.500 ms  F1.0:1       DROP 1.0:0     attn 1.0 MiB",
-    ]
-    for group in ("", "1.0:0", "1.0", "attn"):
-        assert moves_text([a_step()], group).splitlines() == expected
-    for group in ("1.0:1", "0.0", "att"):
-        assert moves_text([a_step()], group).splitlines() == expected[:1]
-
-
 # ---- the command ----
 
 
@@ -188,18 +172,6 @@ def test_the_command_gathers_files(files: list[str], capsys: pytest.CaptureFixtu
         assert main([*files, *wrong]) == 1
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
-
-
-def test_the_command_merges_with_a_profile(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"baseTimeNanoseconds": 0, "traceEvents": [{"ph": "X", "name": "gemm", "ts": 1.0}]}))
-    both = tmp_path / "both.json.gz"
-    assert main([*files, str(profile), "--merge", str(both)]) == 0
-    assert capsys.readouterr().out == f"{both}\n"
-    assert [record.rank for record in read_records(both)] == [0, 1]
-    assert "gemm" in {event["name"] for event in json.loads(gzip.decompress(both.read_bytes()))["traceEvents"]}
 
 
 NOT_JSON = "is not a trace: not complete, or not JSON"
@@ -230,20 +202,3 @@ def test_a_file_that_is_no_recording_is_named(
         assert main([str(path), *arguments]) == 1
         error = capsys.readouterr().err
         assert str(path) in error and (arguments or message in error) and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--moves", "--why", "x"], "--why: not allowed with argument --moves"),
-        (["--merge", "both.json", "--why", "x"], "--why: not allowed with argument --merge"),
-        (["--merge", "both.json", "--moves"], "--moves: not allowed with argument --merge"),
-        (["--merge", "both.json", "--rank", "0"], "--rank: not allowed with argument --merge"),
-        (["--merge", "both.json", "--group", "0.3"], "--group: only of --moves"),
-        (["--why", "x", "--group", "0.3"], "--group: only of --moves"),
-    ],
-)
-def test_options_that_exclude_one_another(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["step.json", *options])
-    assert message in capsys.readouterr().err

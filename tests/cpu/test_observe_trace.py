@@ -14,57 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine._observe.chrome_trace import merge, read_records, trace_events, write_trace
-from offload_engine._observe.reasons import Reason
-from offload_engine._observe.record import (
-    Awaited,
-    CopyRecord,
-    CounterRecord,
-    GroupRecord,
-    MoveRecord,
-    SavedRecord,
-    StageRecord,
-    StepRecord,
-    WaitRecord,
-)
-from offload_engine.planning.moves import IN, OUT
+from offload_engine._observe.chrome_trace import merge, read_records, write_trace
+from offload_engine._observe.record import CopyRecord
+from offload_engine.planning.moves import OUT
+from tests.cpu.test_observe_report import MIB, a_step
 
-MIB = 1 << 20
 _PHASES = {
     "X": {"ts", "dur", "tid", "name"},
     "C": {"ts", "name", "args"},
     "i": {"ts", "tid", "name", "s"},
     "M": {"name", "args"},
 }
-
-
-def a_step(rank: int = 0, **changes: Any) -> StepRecord:
-    """Two groups that live at the same time, and one after them."""
-    groups = tuple(GroupRecord(f"0.0:{i}", name, 0, False, 8 * MIB) for i, name in enumerate(("attn", "mlp", "act")))
-    record = StepRecord(
-        rank=rank,
-        step=7,
-        begin_unix_ns=1_790_000_000_123_456_789,
-        duration_ms=20.0,
-        counts={"prefetch_misses": 1},
-        groups=groups,
-        moves=(MoveRecord(2.0, "F0.0:0", OUT, "0.0:0", 8 * MIB), MoveRecord(8.0, "B0.0:1", IN, "0.0:0", 8 * MIB)),
-        copies=(
-            CopyRecord(OUT, "0.0:0", 8 * MIB, 2.0, 2.5, 3.5),
-            CopyRecord(OUT, "0.0:1", 8 * MIB, 3.0, 3.5, 4.5),
-            CopyRecord(IN, "0.0:0", 8 * MIB, 8.0, 9.0, 11.0),
-        ),
-        waits=(WaitRecord(Awaited.COPY_IN, "0.0:0", 10.0, 11.0),),
-        stages=(
-            StageRecord("0.0:0", "packed", 1.0, 2.5),
-            StageRecord("0.0:0", "copying out", 2.5, 4.1),
-            StageRecord("0.0:1", "packed", 2.0, 12.0),
-            StageRecord("0.0:2", "packed", 12.0, 15.0),
-        ),
-        counters=(CounterRecord(1.0, 8 * MIB, 0, 0), CounterRecord(3.0, 16 * MIB, 8 * MIB, 8 * MIB)),
-        saved=(SavedRecord("0.0:0", "attn", "layers.0", (2, 3), "float32", 24, 0, Reason.MOVED),),
-    )
-    return replace(record, **changes)
 
 
 def check_schema(events: list[dict[str, Any]]) -> None:
@@ -97,30 +57,6 @@ def test_a_file_has_valid_events_and_the_records(name: str, tmp_path: Path) -> N
         check_schema([event for event in events if event["pid"] == pid])
 
 
-def test_tracks_show_what_was_recorded() -> None:
-    events = trace_events(a_step(), 1_790_000_000_000_000_000)
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    slices = [(threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    begin = 123_456.789
-    assert ("copy-outs", "attn 0.0:0", pytest.approx(begin + 2500), pytest.approx(1000)) in slices
-    assert ("copy-ins", "attn 0.0:0", pytest.approx(begin + 9000), pytest.approx(2000)) in slices
-    waited = ("compute waits", "wait for copy_in of attn 0.0:0", pytest.approx(begin + 10000), pytest.approx(1000))
-    assert waited in slices
-    lives = {(track, name) for track, name, *_ in slices if track.startswith("groups")}
-    assert lives == {
-        ("groups 0", "attn 0.0:0 packed"),
-        ("groups 0", "attn 0.0:0 copying out"),
-        ("groups 1", "mlp 0.0:1 packed"),
-        ("groups 0", "act 0.0:2 packed"),
-    }
-    counters = [(e["name"], e["args"]["MiB"]) for e in events if e["ph"] == "C"]
-    assert counters[3:] == [("resident", 16.0), ("in flight", 8.0), ("on host", 8.0)]
-    moves = [(e["name"], e["args"]["boundary"]) for e in events if e["ph"] == "i"]
-    assert moves == [("OUT 0.0:0", "F0.0:0"), ("IN 0.0:0", "B0.0:1")]
-    rates = [e["args"]["GB/s"] for e in events if e["ph"] == "X" and "GB/s" in e["args"]]
-    assert rates == [8.389, 8.389, 4.194]
-
-
 def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> None:
     """A range of the profiler and a copy of the record, at one moment, are at one moment of the merged trace."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -130,13 +66,13 @@ def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> Non
             time.sleep(0.005)
     theirs = tmp_path / "profile.json.gz"
     profile.export_chrome_trace(str(theirs))
-    record = a_step(begin_unix_ns=begin, copies=(CopyRecord(OUT, "0.0:0", MIB, 0.0, 0.0, 5.0),))
+    record = replace(a_step(), begin_unix_ns=begin, copies=(CopyRecord(OUT, "1.0:0", MIB, 0.0, 0.0, 5.0),))
     ours = write_trace(record, tmp_path / "ours.json.gz")
     merged = merge([ours, theirs], tmp_path / "merged.json")
     data = json.loads(merged.read_text())
     (span,) = [event for event in data["traceEvents"] if event["name"] == "at that moment"]
     (copy,) = [
-        event for event in data["traceEvents"] if event["name"] == "attn 0.0:0" and event.get("cat") == "offload"
+        event for event in data["traceEvents"] if event["name"] == "attn 1.0:0" and event.get("cat") == "offload"
     ]
     assert abs(span["ts"] - copy["ts"]) < 2000, "microseconds"
     assert "schemaVersion" in data, "what torch has written stays"

@@ -100,7 +100,7 @@ def _is_mapped(address: int) -> bool:
 
 def test_a_refused_registration_is_a_memory_error(runtime: Runtime) -> None:
     runtime.code = 2
-    with pytest.raises(MemoryError, match=r"does not pin 1,048,576 bytes .*out of memory \(2\).*host_limit_bytes"):
+    with pytest.raises(MemoryError, match=r"cannot pin 1,048,576 bytes .*out of memory \(2\).*host_limit_bytes"):
         PinnedSlab(MIB)
     assert runtime.registered == {}
 

@@ -23,7 +23,7 @@ from offload_engine.planning.moves import (
     GroupKey,
     PlannedMove,
 )
-from offload_engine.planning.plan import Line, Plan, diff_plans
+from offload_engine.planning.plan import Line, Plan, diff_plans, make_plan
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.shapes import Bounds
 from offload_engine.planning.simulate import RankJob
@@ -46,8 +46,8 @@ BOUNDS = [
 class RecordingRank(EngineRank):
     """Records the moves of the engine's policy."""
 
-    def __init__(self, job: RankJob, link: Link, is_combined: bool) -> None:
-        super().__init__(job, link, is_combined)
+    def __init__(self, job: RankJob, link: Link, is_combined: bool, **flags: bool) -> None:
+        super().__init__(job, link, is_combined, **flags)
         self.moves: dict[Boundary, list[PlannedMove]] = {}
         self.engine._executor.policy.at = self._recording(self.engine._executor.policy.at)  # type: ignore[method-assign]
 
@@ -93,6 +93,11 @@ def _counts(move: PlannedMove, away: set[GroupKey]) -> bool:
     return move.op is OUT
 
 
+def copies_of(plan: Plan) -> Plan:
+    """Return a plan without its releases."""
+    return make_plan(Line(line.boundary, tuple(m for m in line.moves if m.op is not DROP)) for line in plan.lines)
+
+
 @pytest.mark.parametrize("gbps", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 @pytest.mark.parametrize(
@@ -107,6 +112,12 @@ def test_policies_make_the_planned_moves(golden: Golden, bounds: Bounds, gbps: f
     for rank in range(shape.pp):
         job = RankJob(tuple(shape.actions(rank)), golden.shapes(rank), bounds)
         plan = plan_step(job.actions, job.shapes, bounds, is_combined=shape.overlap)
-        moves = ((line, tuple(move for move in line.moves if move.op is not DROP)) for line in plan.lines)
-        planned = Plan(tuple(Line(line.boundary, copies) for line, copies in moves if copies))
-        assert diff_plans(planned, RecordingRank(job, Link(gbps, gbps), shape.overlap).record()) == ""
+        assert diff_plans(copies_of(plan), RecordingRank(job, Link(gbps, gbps), shape.overlap).record()) == ""
+
+
+@pytest.mark.parametrize("golden", PLANS, ids=lambda golden: golden.file.stem.removeprefix("plan_"))
+def test_the_policy_that_follows_a_plan_makes_its_moves_and_each_once(golden: Golden) -> None:
+    for rank in range(golden.shape.pp):
+        job = RankJob(tuple(golden.shape.actions(rank)), golden.shapes(rank), golden.bounds)
+        made = RecordingRank(job, Link(1e6, 1e6), golden.shape.overlap, planned=True).record()
+        assert diff_plans(copies_of(golden.plan(rank)), made) == ""

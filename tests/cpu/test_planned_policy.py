@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine, Planned
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, LowestPeak, OffloadConfig, OffloadEngine, Planned
 from offload_engine._chunk.progress import ChunkProgress
+from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import DROP
 from offload_engine.planning.plan import format_plan, validate_plan
 from offload_engine.planning.simulate import PipelineJob
+from offload_engine.policies import PolicySettings
 from offload_engine.schedule import Action, backward_at_once, no_pipelining, one_forward_one_backward, parse_actions
 from tests.adversarial import AdversarialDevice
 from tests.dense_jobs import ALL, DEEP, MOST, ONE_RANK, dense_job, with_bounds
 from tests.engine_on_clocks import run_engine
+from tests.engine_state import release_all
 
 GROUP_BYTES = 256
 
@@ -29,9 +32,9 @@ Save = Callable[[OffloadEngine, ChunkOffloadHandler], list[object]]
 class Bench:
     """Chunks of groups that are equal, but for those named `large`, on a device that delays copies until a wait."""
 
-    def __init__(self, **bounds: int) -> None:
+    def __init__(self, policy: PolicySettings | None = None, /, **bounds: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
-        config = OffloadConfig(min_tensor_bytes=0, policy=Planned(**bounds))
+        config = OffloadConfig(min_tensor_bytes=0, policy=policy or Planned(**bounds))
         self.engine = OffloadEngine(config, self.device)
 
     def step(self, actions: Sequence[Action], save: str | Save = "a b a b") -> None:
@@ -65,10 +68,11 @@ def save_group(
     value: int,
     traits: GroupTraits | None = None,
     holder: OffloadEngine | None = None,
+    nbytes: int = GROUP_BYTES,
 ) -> object:
     """Save one tensor in a group; with a `holder` it is held elsewhere, too."""
     chunk.open_group(name, traits)
-    tensor = torch.full((8 * GROUP_BYTES if name == "large" else GROUP_BYTES,), value, dtype=torch.uint8)
+    tensor = torch.full((8 * nbytes if name == "large" else nbytes,), value, dtype=torch.uint8)
     handle = chunk.tensor_push(tensor)
     chunk.close_group()
     if holder is not None:
@@ -97,6 +101,13 @@ def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: PipelineJob
     assert planned.stalled == pytest.approx(reactive.stalled)
     for before, after in zip(reactive.stats, planned.stats, strict=True):
         assert after == before
+
+
+def test_a_step_without_a_plan_is_that_of_the_reactive_policy() -> None:
+    planned, reactive = Bench(), Bench(LowestPeak())
+    for bench in (planned, reactive):
+        bench.step(PIPELINE)
+    assert planned.engine.plan is None and planned.engine.stats == reactive.engine.stats
 
 
 @pytest.mark.parametrize("mib", [2000, 3000, 5000, 9000])
@@ -135,6 +146,52 @@ def test_a_chunk_that_differs_goes_on_without_the_plan_and_is_counted(names: str
     assert 0 < bench.engine.stats.copied_in_bytes <= bench.engine.stats.copied_out_bytes
 
 
+@pytest.mark.parametrize(("more_bytes", "num_unplanned"), [(GROUP_BYTES // 8, 0), (GROUP_BYTES // 8 + 1, 1)])
+def test_a_group_may_have_an_eighth_more_than_planned(more_bytes: int, num_unplanned: int) -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    with bench.engine.iteration(PIPELINE):
+        save_group(bench.engine.start_chunk(PIPELINE[0].chunk), "a", 0, nbytes=GROUP_BYTES + more_bytes)
+    assert bench.engine.stats.num_unplanned_groups == num_unplanned
+
+
+def test_a_chunk_that_the_schedule_does_not_have_goes_without_the_plan() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    with bench.engine.iteration(PIPELINE):
+        handle = save_group(bench.engine.start_chunk(ChunkKey(1, 0)), "a", 0)
+        assert (bench.engine.stats.num_unplanned_groups, bench.engine.stats.num_offloaded_groups) == (1, 1)
+        del handle
+
+
+@pytest.mark.parametrize(("are_released", "num_copied_in"), [(True, 4), (False, 2)])
+def test_of_a_chunk_that_differs_one_group_comes_back_ahead_of_the_backward(
+    are_released: bool, num_copied_in: int
+) -> None:
+    """It is copied in or recalled, and the groups behind it are left alone, as are those that have been read."""
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    copied = bench.device.num_copies["in"]
+    with bench.engine.iteration(PIPELINE):
+        chunk, names = bench.engine.start_chunk(PIPELINE[0].chunk), "c b a b".split()
+        handles = [save_group(chunk, name, i, GroupTraits(read_once=True)) for i, name in enumerate(names)]
+        if are_released:  # else the last two are leaving
+            release_all(bench.engine)
+        for index in (3, 2, 1, 0):
+            chunk.on_group_commit_backward(chunk.groups[index])
+            to_come = [chunk.groups[i] for i in range(index + are_released)]
+            away = [group.index for group in to_come if group.on_host_bytes or group.leaving_bytes]
+            assert away == list(range(index - 1))
+            assert (chunk.tensor_pop(handles[index]) == index).all()
+            chunk.on_group_start_backward()
+        assert bench.device.num_copies["in"] - copied == num_copied_in
+        assert bench.engine.stats.prefetch_misses == are_released, "the first"
+        del handles
+
+
 @pytest.mark.parametrize("order", ["", "F0.0", "F0.0 B0.0 F0.0 B0.0", "F0.0 F2.0 B2.0 B0.0"])
 def test_without_a_whole_schedule_there_is_no_plan(order: str) -> None:
     bench = Bench()
@@ -148,15 +205,19 @@ def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
     bench = Bench(resident_bytes=3 * GROUP_BYTES)
     for _ in range(2):
         bench.step(PIPELINE)
+    plan = bench.engine.plan
     bench.engine.begin_iteration(PIPELINE)
-    chunk = bench.engine.start_chunk(PIPELINE[0].chunk)
-    handle = save_group(chunk, "a", 1)
-    chunk.note_launch()
+    for kind, key in PIPELINE:
+        if kind == "F":
+            chunk = bench.engine.start_chunk(key)
+            save_group(chunk, "a", 1, holder=bench.engine)
+            chunk.note_launch()
+            chunk.begin_tail()
     bench.engine.reset_iteration()
-    del handle
     for _ in range(2):  # what the broken step has marked is not of the next one's shape
         bench.step(PIPELINE)
         bench.check_planned()
+        assert bench.engine.plan is plan
 
 
 def test_a_chunk_that_differed_follows_the_plan_of_a_later_step_again() -> None:
@@ -182,13 +243,51 @@ def test_no_chunk_outlives_its_step_planned_or_not() -> None:
 
     def alive() -> set[int]:
         gc.collect()
-        return {id(each) for each in gc.get_objects() if isinstance(each, ChunkProgress)}
+        return {id(each) for each in gc.get_objects() if isinstance(each, ChunkProgress | TensorGroup)}
+
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        shared = save_group(chunk, "shared", 0, KEPT)
+        chunk.offload_kept_groups()
+        return [shared, save_group(chunk, "attention", 1, DELAYED)]
 
     bench, before = Bench(), alive()
     for _ in range(3):  # the first goes without a plan
-        bench.step(PIPELINE)
+        bench.step(PIPELINE, save)
         assert not alive() - before
     bench.check_planned()
+    bench.engine.begin_iteration(PIPELINE)
+    save(bench.engine, bench.engine.start_chunk(PIPELINE[0].chunk))
+    bench.engine.reset_iteration()
+    assert not alive() - before
+
+
+def test_a_kept_group_stays_whatever_the_plan() -> None:
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        """The input of the last is declared, before which what a plan has delayed leaves."""
+        return [save_group(chunk, name, i, KEPT, engine if i == 3 else None) for i, name in enumerate("abab")]
+
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    bench.step(PIPELINE, save)
+    bench.check_planned()
+    assert bench.engine.stats.copied_out_bytes == 0
+
+
+def test_a_delayed_group_leaves_at_once_where_the_link_is_behind() -> None:
+    """So it is in the second chunk: what the first has copied out fills the limit in flight."""
+    are_delayed: list[bool] = []
+
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        handles = [save_group(chunk, "a", 0), save_group(chunk, "attention", 1, DELAYED)]
+        are_delayed.append(not chunk.groups[1].leaving_bytes)
+        return handles
+
+    bench = Bench()
+    for _ in range(3):
+        bench.step(one_forward_one_backward(2, 0, 2), save)
+    bench.check_planned()
+    assert are_delayed[2:] == [True, False] * 2
 
 
 @pytest.mark.parametrize("actions", [no_pipelining(2), one_forward_one_backward(2, 0, 3)], ids=["at once", "1F1B"])
@@ -245,16 +344,40 @@ def test_an_evaluation_in_between_changes_no_plan(order: str, saves: bool) -> No
     assert bench.engine.plan is plan
 
 
-def test_moments_that_not_every_forward_has_are_not_planned() -> None:
+@pytest.mark.parametrize("has_moment", [lambda step, microbatch: microbatch == 0, lambda step, microbatch: step == 0])
+def test_moments_that_not_every_forward_has_are_not_planned(has_moment: Callable[[int, int], bool]) -> None:
     """A copy-out planned there would not be issued where the moment does not come."""
-
-    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
-        assert chunk.key is not None
-        return [save_group(chunk, "attention", 0, DELAYED, engine if chunk.key.microbatch == 0 else None)]
-
     bench = Bench()
-    for _ in range(3):
+    for step in range(3):
+
+        def save(engine: OffloadEngine, chunk: ChunkOffloadHandler, step: int = step) -> list[object]:
+            holder = engine if has_moment(step, chunk.key.microbatch) else None
+            return [save_group(chunk, "attention", 0, DELAYED, holder)]
+
         bench.step(one_forward_one_backward(2, 0, 3), save)
     bench.check_planned()
     assert bench.engine.plan is not None and "held" not in format_plan(bench.engine.plan)
     assert bench.engine.stats.num_offloaded_groups == 3
+
+
+@pytest.mark.parametrize("other", ["one more group", "traits", "a tail", "a launch"])
+def test_chunks_that_differ_in_more_than_bytes_have_no_plan_until_they_are_equal(other: str) -> None:
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        differs = {other} if chunk.key == PIPELINE[0].chunk else set()
+        handles = [save_group(chunk, "a", 0, DELAYED if "traits" in differs else None)]
+        if "a launch" in differs:
+            chunk.note_launch()
+        if "a tail" in differs:
+            chunk.begin_tail()
+        if "one more group" in differs:
+            handles.append(save_group(chunk, "a", 1))
+        return handles
+
+    bench = Bench()
+    policy: Any = bench.engine._executor.policy
+    for _ in range(2):
+        bench.step(PIPELINE, save)
+        assert bench.engine.plan is None and policy.slots() == frozenset()
+    for names in ("a b", "a b", "a c", "a c"):
+        bench.step(PIPELINE, names)
+    bench.check_planned()

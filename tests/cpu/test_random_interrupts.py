@@ -25,7 +25,7 @@ def test_after_an_interrupt_nothing_is_left_and_the_next_step_is_equal() -> None
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="compiled code has no byte codes, and Python delivers no signal inside it")
-@pytest.mark.parametrize(("function", "num_byte_codes"), [("would_start_storage", 140), ("check", 330)])
+@pytest.mark.parametrize(("function", "num_byte_codes"), [("would_start_storage", 140), ("check", 300)])
 def test_an_interrupt_at_each_byte_code_of_a_function(function: str, num_byte_codes: int) -> None:
     """Functions in which one was once enough to leave a lock held; every one of them each night."""
     trials, numbers = Trials(), range(1, num_byte_codes, STRIDE)

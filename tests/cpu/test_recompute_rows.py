@@ -29,12 +29,12 @@ class Bracket:
         self.seen.append("enter")
         return self.is_active
 
-    def leave_with(self, output: Any) -> Any:
+    def commit(self, output: Any) -> Any:
         self.seen.append(output)
         return f"marked {output}"
 
-    def leave(self) -> None:
-        self.seen.append("leave")
+    def abandon(self) -> None:
+        self.seen.append("abandon")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
@@ -54,7 +54,7 @@ def test_its_call_is_bracketed_and_left_after_an_exception(row: Patch, monkeypat
         runner.checkpoint_bracket = lambda _: active
         with pytest.raises(ZeroDivisionError):
             getattr(owner, name)(0)
-    assert (active.seen, passive.seen) == (["enter", "1 / 1 = 1", "enter", "leave"], ["enter"])
+    assert (active.seen, passive.seen) == (["enter", "1 / 1 = 1", "enter", "abandon"], ["enter"])
 
 
 def test_without_transformer_engine_its_function_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:

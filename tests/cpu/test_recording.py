@@ -22,11 +22,11 @@ from offload_engine import (
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine.frontends.integrations._training import TrainingOffload
 from tests.checkpointed import (
-    HIDDEN,
     Stack,
     first_recomputation,  # noqa: F401 (a fixture)
     make_stack,
 )
+from tests.decoders import HIDDEN
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 FrontEnd = tuple[torch.nn.Module, Any, AbstractContextManager[Any]]

@@ -22,13 +22,12 @@ from offload_engine import (
     ResidencyMeter,
     ResidentBudget,
     enable_activation_offloading,
-    group_commit,
-    group_start,
     manage_activations,
 )
 from offload_engine._compat.reads import read_plain
 from offload_engine._saved.places import covers
 from tests.adversarial import AdversarialDevice
+from tests.cpu.test_engine import in_group
 from tests.engine_state import release_all
 
 SIDE = 8
@@ -150,22 +149,14 @@ def test_bytes_discarded_in_place_are_not_copied_and_not_returned(engine: Offloa
         del handle
 
 
-def in_group(engine: OffloadEngine, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    chunk = engine.current_chunk or engine.start_chunk()
-    x = group_start(x, chunk, "group")
-    with chunk.saved_tensors_hooks():
-        y = function(x)
-    return group_commit(y, chunk)
-
-
 def test_a_storage_written_after_a_group_has_saved_it_is_saved_anew(engine: OffloadEngine) -> None:
     """The write is legal: no backward asks for what was saved before it."""
     x = torch.randn(64, requires_grad=True)
     with engine.iteration():
-        y = x * 1
-        unused = in_group(engine, torch.sin, y)
+        chunk, y = engine.start_chunk(), x * 1
+        unused = in_group(chunk, torch.sin, y)
         y.add_(1)
-        in_group(engine, torch.cos, y).sum().backward()
+        in_group(chunk, torch.cos, y).sum().backward()
         del unused
     assert x.grad is not None and torch.equal(x.grad, -(x.detach() + 1).sin())
     assert engine.stats.copied_out_bytes == 2 * x.nbytes

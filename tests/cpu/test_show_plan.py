@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from offload_engine.planning.plan import parse_plan, validate_plan
-from offload_engine.schedule import format_actions, interleaved
 from tests.tool_scripts import load_tool
 
 pytest.importorskip("rich")
@@ -19,18 +18,6 @@ MOVES = "--pp 2 --microbatches 3 --moves --layers 2 --tail mlp --head-ms 2.5 --n
 def show(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
     assert show_plan.main(arguments.split()) == 0
     return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("columns", [60, 200])
-def test_prints_the_order_of_each_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    printed = show(capsys, "--pp 2 --vpp 2 --microbatches 12")
-    words = [word for line in printed.splitlines() if line.startswith("│") for word in line.split("│")[2].split()]
-    orders = [format_actions(interleaved(2, rank, 2, 12)) for rank in (0, 1)]
-    assert [word for word in words if not word.isdigit()] == " ".join(orders).split()
-    assert all(len(line) <= columns for line in printed.splitlines())
 
 
 def test_prints_simulates_and_draws_the_moves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

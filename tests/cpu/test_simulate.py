@@ -70,8 +70,8 @@ def test_host_bytes_that_a_copy_in_still_reads_are_lent_last() -> None:
     host = HostBytes()
     host.begin_step(clocks)
     first, second = host.lend(64 << 20), host.lend(64 << 20)
-    host.give_back(first, 5.0, is_unawaited=True)
-    host.give_back(second, 7.0, is_unawaited=False)
+    host.return_bytes(first, 5.0, is_unawaited=True)
+    host.return_bytes(second, 7.0, is_unawaited=False)
     assert host.lend(64 << 20).free_at == 7.0
     host.note_awaited(first)
     assert host.lend(64 << 20).free_at == 5.0

@@ -39,7 +39,7 @@ def test_a_json_file_whose_other_keys_are_left_to_smp_and_named(
     with caplog.at_level(logging.INFO, "offload_engine"):
         for file in (path, str(path), V2):
             assert OffloadConfig.from_smp(file) == OffloadConfig(policy=GroupWindow(2))
-    named = "left to SMP, without effect on activation offload: hybrid_shard_degree, tensor_parallel_degree"
+    named = "settings of SMP without effect on activation offload: hybrid_shard_degree, tensor_parallel_degree"
     assert caplog.messages == [named, named]
 
 

@@ -19,8 +19,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_patches import Handle, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
 from megatron_patches._arguments import Settings, resolve  # noqa: E402
+from megatron_patches._model.graphs import captured_names, check_cuda_graphs  # noqa: E402
+from megatron_patches._model.modules import canonical_names  # noqa: E402
 from megatron_patches._model.thresholds import Thresholds, parse_thresholds  # noqa: E402
 from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
+from tests.gpu.test_cuda_graphs import UPSTREAM, recipe  # noqa: E402
 
 NO_DEFAULTS = Settings(OffloadConfig(), ())
 RECIPE: dict[str, Any] = {
@@ -79,6 +82,21 @@ def test_every_setting_becomes_one_of_ours_or_nothing(applied: Handle, caplog: p
     assert "the engine's own bound" in said[2][1] and "nothing: copies are issued" in said[3][1] and len(said) == 4
     serial = make(**RECIPE, fine_grained_offloading_max_inflight_offloads=0, offload_engine=True)
     assert settings_of(serial).engine.policy == FixedBounds(max_inflight_bytes=0)
+
+
+@needs_new
+def test_recipes_beside_graphs(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of megatron-core's own test, which tests/gpu/test_cuda_graphs.py trains."""
+    for scopes, names, has_latents, fraction, is_delayed in UPSTREAM:
+        captures = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": scopes}
+        config = make(
+            MLATransformerConfig if has_latents else TransformerConfig,
+            **{**recipe(names, fraction, is_delayed), **captures, "offload_engine": True, "num_moe_experts": 4},
+        )
+        settings = settings_of(config)
+        assert settings.modules == canonical_names(names) and settings.engine.fraction == fraction
+        check_cuda_graphs(config, settings.modules)
+        assert captured_names(config, settings.modules) == [n for n in names if n in ("core_attn", "attn_proj")]
 
 
 def test_layers_of_transformer_engines_offload(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,9 +182,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
         ({"offload_min_tensor_bytes": ""}, "'' is not a size"),
         ({"offload_modules": ["core_attn"], "offload_min_tensor_bytes": "attn_proj=1"}, "'attn_proj' has no group"),
         ({"offload_num_layers": 0}, "offload_num_layers must be a positive number"),
-        ({"offload_num_layers": 1, **FULL}, "leave one of the two out"),
+        ({"offload_num_layers": 1, **FULL}, "omit one of the two"),
         ({"offload_rank_delta_bytes": "x"}, "offload_rank_delta_bytes: 'x' is not a size"),
-        ({"offload_fraction": 0.5, "offload_gpu_budget": "1G"}, "leave one of --offload-gpu-budget and --offload-fr"),
+        ({"offload_fraction": 0.5, "offload_gpu_budget": "1G"}, "omit one of --offload-gpu-budget and --offload-fr"),
     ],
 )
 def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:

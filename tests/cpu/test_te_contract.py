@@ -154,7 +154,7 @@ def test_groups_move_by_hand_too(engine: OffloadEngine) -> None:
         assert engine.stats.copied_in_bytes == 256
         with engine.device.observe_compute():  # type: ignore[attr-defined]
             assert torch.equal(handler.tensor_pop(tag), expected)
-        with pytest.raises(IndexError, match="1 groups, there is no group 1"):
+        with pytest.raises(IndexError, match="1 groups and no group 1"):
             handler.bulk_reload_group(1)
         del tag
     assert not engine.device.hazards  # type: ignore[attr-defined]

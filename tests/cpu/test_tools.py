@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("tqdm")
 
 from tests.dist.programs import BENCHMARK, ROOT
-from tests.tool_scripts import TOOLS, load_tool
+from tests.tool_scripts import load_tool
 
 
 def test_a_benchmark_measures_the_package_that_is_installed(tmp_path: Path) -> None:
@@ -50,19 +50,6 @@ def test_the_commands_of_result_files_are_understood() -> None:
     for command in commands():
         name, *flags = command.split()
         importlib.import_module(f"benchmarks.{name}.settings").parse(flags)
-
-
-@pytest.mark.parametrize(
-    "script", sorted([*TOOLS.glob("*.sh"), TOOLS.parent / ".ci" / "run"]), ids=lambda path: path.name
-)
-def test_scripts_run_on_the_bash_of_macos(script: Path) -> None:
-    """To version 3.2 an empty array is an unbound variable, and there is no `sha256sum` beside it."""
-    if not script.exists():
-        pytest.skip("the copy for the compiled core has no hidden folders: runs in the checkout")
-    text = script.read_text()
-    assert not re.search(r'(?<!\+)"\$\{\w+\[@\]\}"', text)
-    assert not re.search(r"\b(mapfile|readarray|declare -A)\b|\| sha256sum|\btar (?!.*-f -)", text)
-    subprocess.run(["bash", "-n", str(script)], check=True)
 
 
 def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(

@@ -86,14 +86,6 @@ def test_the_line_and_both_writers(loop: Any) -> None:
     assert (loop.training_log, loop.print_rank_last) == before
 
 
-def test_a_model_without_offload_adds_nothing(loop: Any) -> None:
-    log = TrainingLog(lambda: None)
-    log.attach(None)
-    train(loop, 5, 5)
-    assert loop.printed[0] == " iteration        5/ 10 | lm loss: 1.0 |" and loop.board.scalars == []
-    log.remove()
-
-
 def test_a_loop_of_another_shape_is_no_reason_to_end(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
     del loop.print_rank_last
     log = TrainingLog(lambda: None)

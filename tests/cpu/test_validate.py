@@ -73,7 +73,7 @@ UNIFORM = config(recompute_granularity="full", recompute_method="uniform", recom
 def test_recomputed_modules_are_refused(name: str, module: str, instead: str) -> None:
     """With the name of what can be moved."""
     chosen = recomputing(module)
-    with pytest.raises(ValueError, match=f"'{name}'.*'{module}'.* Offload '{instead}', or drop one of the two"):
+    with pytest.raises(ValueError, match=f"'{name}'.*'{module}'.* Offload '{instead}', or omit one of the two"):
         check_conflicts(chosen, ["attn_proj", name], NORMS)
     check_conflicts(chosen, [instead], NORMS)
 

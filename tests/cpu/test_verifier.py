@@ -11,6 +11,7 @@ import pytest
 
 from offload_engine._budget.verify import Verifier
 from offload_engine.planning.memory import Excess
+from offload_engine.schedule import no_pipelining
 
 BUDGET = 256 << 10
 CLOSE = BUDGET // 256
@@ -56,14 +57,20 @@ def verifier_of(*decisions: tuple[int, float], **settings: Any) -> tuple[Verifie
 def test_a_third_correction_is_made_and_a_fourth_is_only_taken_in() -> None:
     verifier, decider = verifier_of(*[(BUDGET, 10.0)] * 4)
     for _ in range(3):
-        verifier.is_settled = True
-        assert verifier.judge(Excess(1)) is decider.chosen and not verifier.is_settled
+        assert not verifier.settles(()) and verifier.settles(())
+        assert verifier.judge(Excess(1)) is decider.chosen
     assert verifier.judge(Excess(1)) is None
     assert decider.asked == ["correct 1", "decide"] * 3 + ["take in 1"]
     verifier.begin()
     decider.decisions.append((BUDGET, 10.0))
     decider.chosen.best.held_bytes = BUDGET
     assert verifier.judge(Excess(1)) is decider.chosen
+
+
+def test_steps_with_other_microbatches_have_a_first_step_of_their_own() -> None:
+    verifier, _ = verifier_of((BUDGET, 10.0))
+    four, two = (tuple(no_pipelining(number)) for number in (4, 2))
+    assert [verifier.settles(actions) for actions in (four, two, four, two)] == [False, False, True, True]
 
 
 def test_a_step_within_the_budget_is_taken_in_and_leaves_the_decision() -> None:

@@ -26,9 +26,7 @@ from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
     FAMILIES,
-    HIDDEN,
     INPUT_BYTES,
-    LENGTH,
     WAYS,
     Stack,
     all_equal,
@@ -36,9 +34,9 @@ from tests.checkpointed import (
     make_language_model,
     make_stack,
     random_tokens,
-    train,
     watch_inputs,
 )
+from tests.decoders import HIDDEN, LENGTH, train
 
 PLAIN = OffloadConfig(min_tensor_bytes=1024, directory="none")  # position ids, shared by all layers, are smaller
 needs_transformers = pytest.mark.skipif(
@@ -91,7 +89,7 @@ def test_language_models_train_to_the_last_bit(
     assert model.activation_offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
     assert device.num_copies["in"] > 0 and not model.activation_offload.engine.is_in_iteration
     model.activation_offload.remove()
-    assert all_equal(found, train(make_language_model(family, way)))
+    assert found == train(make_language_model(family, way))
 
 
 # -- where the inputs are ----------------------------------------------------------------------------------------------
@@ -184,9 +182,9 @@ def test_nothing_checkpointed_is_an_error_that_says_how_to() -> None:
 
 def test_wrapped_twice_is_an_error() -> None:
     model = offload_wrapper(make_stack(), config=PLAIN)
-    with pytest.raises(ValueError, match="Stack is wrapped already"):
+    with pytest.raises(ValueError, match="Stack is already wrapped"):
         offload_wrapper(model)
-    with pytest.raises(ValueError, match="0 is wrapped already"):
+    with pytest.raises(ValueError, match="0 is already wrapped"):
         offload_wrapper(nn.Sequential(model))
     model.activation_offload.remove()
     offload_wrapper(model, config=PLAIN).activation_offload.remove()

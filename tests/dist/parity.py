@@ -46,14 +46,14 @@ def check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
 def check_cases(cases: Sequence[Case], microbatches: Iterable[Sequence[int]]) -> None:
     """On one rank: every case without offload, then with, at its own numbers of microbatches.
 
-    Evaluation before and between the steps, and tables of the second one, come with the first case of each model:
-    names change nothing about them.
+    Evaluation before and between the steps comes with the first case of each model, the table of the second one with
+    the first case of all: names change nothing about them.
     """
     gc.disable()
     references = References()
-    for case, numbers in zip(cases, microbatches, strict=False):
+    for index, (case, numbers) in enumerate(zip(cases, microbatches, strict=False)):
         is_first = not references.has(case)
-        run_with(case, numbers, references.of(case, numbers), has_more=is_first)
+        run_with(case, numbers, references.of(case, numbers), is_evaluated=is_first, has_report=index == 0)
 
 
 def check_in_turns(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
@@ -98,19 +98,29 @@ def run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]
 
 
 def run_with(
-    case: Case, microbatches: Sequence[int], expected: list[dict[str, str]], *, has_more: bool = True
+    case: Case,
+    microbatches: Sequence[int],
+    expected: list[dict[str, str]],
+    *,
+    is_evaluated: bool = False,
+    has_report: bool = False,
 ) -> list[IterationStats]:
     """Compare steps with offload with `expected`; return the counters of each.
 
-    Has it more, evaluation comes around the steps, and tables of the second one.
+    Args:
+        case: the model.
+        microbatches: of each step.
+        expected: the fingerprints of the same steps without offload.
+        is_evaluated: an evaluation comes before each step and behind the last; it changes nothing.
+        has_report: the second step is recorded, and its tables are made.
     """
     meter = ResidencyMeter()
     counters = []
     config = OffloadConfig(min_tensor_bytes=1, directory="none")
-    with apply(config, meter=meter, has_report=has_more) as handle:
+    with apply(config, meter=meter, has_report=has_report) as handle:
         settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
         chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap, change=case.change)
-        if has_more:
+        if is_evaluated:
             run(chunks, microbatches[-1], forward_only=True)
         assert handle.engine is None, "evaluation must not start anything"
         for n, wanted in zip(microbatches, expected, strict=True):
@@ -120,7 +130,7 @@ def run_with(
             _check_counters(case, handle, chunks, n)
             assert meter.current_bytes == 0 and engine_of(handle).pool.num_leases == 0
             counters.append(stats_of(handle))
-            if has_more:
+            if is_evaluated:
                 run(chunks, microbatches[0], forward_only=True)
     return counters
 

@@ -21,9 +21,6 @@ import megatron_patches  # noqa: E402, F401
 with contextlib.suppress(ImportError):
     from transformers import Trainer  # noqa: F401
 
-with contextlib.suppress(ImportError):
-    import lightning  # noqa: F401
-
 # megatron-core has a few functions of routers compiled: in each rank that takes as long as several steps.
 if os.environ.get("OFFLOAD_TESTS_COMPILE_RANKS") != "1":
     torch.compiler.set_stance("force_eager")

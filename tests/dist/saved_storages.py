@@ -54,7 +54,7 @@ class SavedStorages:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        pack, enter, leave = ActivationStore.pack, HooksPause.enter, HooksPause.leave
+        pack, enter, leave = ActivationStore.pack, HooksPause.enter, HooksPause.end
         hooks = torch.autograd.graph.saved_tensors_hooks(self._note_passed, lambda tensor: tensor)
         is_on = []
 
@@ -78,7 +78,7 @@ class SavedStorages:
         with (
             mock.patch.object(ActivationStore, "pack", noting_pack),
             mock.patch.object(HooksPause, "enter", noting_enter),
-            mock.patch.object(HooksPause, "leave", noting_leave),
+            mock.patch.object(HooksPause, "end", noting_leave),
         ):
             yield
 

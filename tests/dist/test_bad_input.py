@@ -18,26 +18,23 @@ from megatron_patches import Handle, apply
 from offload_engine import CopyError, OffloadConfig
 from offload_engine._devices.file_slab import FileSlab
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
-from tests.dist.logged import messages
 from tests.dist.models import GroupedProduct
 from tests.dist.saved_storages import innermost_hooks
-from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, stats_of, step
+from tests.dist.settings import full, selective
+from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, messages, run, stats_of, step
 
-SELECTIVE = {"recompute_granularity": "selective"}
 # With a bias megatron-core's own recomputation of the MLP never ends: the bias becomes an output of the checkpoint.
-MLP = {**SELECTIVE, "recompute_modules": ["mlp"], "add_bias_linear": False}
-MOE = {**SELECTIVE, "recompute_modules": ["moe"]}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MLP = selective("mlp", add_bias_linear=False)
 
 # kind of model, names, settings, what the message must hold
 REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
     ("dense", ["core_attn", "moe_act", "router"], {}, ["'moe_act' needs", "'router' needs layers with experts"]),
     ("moe", ["mlp_fc1"], {}, ["'mlp_fc1' needs layers with a dense MLP", "router_fc1", "mlp: MoELayer"]),
     ("moe", ["shared_fc1"], {}, ["'shared_fc1' needs layers with shared experts"]),
-    ("dense", ["qkv_linear"], FULL, ["'qkv_linear'", "recompute_granularity='full'", "layer_input"]),
+    ("dense", ["qkv_linear"], full(), ["'qkv_linear'", "recompute_granularity='full'", "layer_input"]),
     ("dense", ["mlp_act"], MLP, ["'mlp_act'", "recompute_modules has 'mlp'"]),
-    ("moe", ["router_fc1"], MOE, ["'router_fc1'", "recompute_modules has 'moe'"]),
-    ("dense", ["qkv_linear"], {**SELECTIVE, "recompute_modules": ["layernorm"]}, ["'qkv_linear'", "discarded by"]),
+    ("moe", ["router_fc1"], selective("moe"), ["'router_fc1'", "recompute_modules has 'moe'"]),
+    ("dense", ["qkv_linear"], selective("layernorm"), ["'qkv_linear'", "discards and recomputes"]),
     ("dense", ["core_attn"], {"offload_host_limit_bytes": 2048}, ["2,048", "one hidden activation of 4,096 bytes"]),
     ("dense", ["core_attn"], {"offload_dir": "/nonexistent/directory"}, ["/nonexistent/directory"]),
 ]
@@ -92,17 +89,8 @@ def test_a_setting_that_one_stage_cannot_run_is_refused_on_all() -> None:
             message = _refusal(handle, make_chunks(make_config(), change=fuse))
         assert f"'{name}'" in message and "use_transformer_engine_op_fuser=True" in message
     with apply(ALL, modules=["layer_input"]) as handle:
-        message = _refusal(handle, make_chunks(make_config(**FULL, distribute_saved_activations=True)))
+        message = _refusal(handle, make_chunks(make_config(**full(), distribute_saved_activations=True)))
     assert "distribute_saved_activations=True" in message
-
-
-@on_ranks(Pipeline(2))
-def test_a_name_found_on_another_rank_only_is_fine() -> None:
-    """Experts in the upper half of the layers only: the lower stage has no router."""
-    with apply(OffloadConfig(min_tensor_bytes=1), modules=["router_fc1"]) as handle:
-        chunks = make_chunks(make_config("moe", moe_layer_freq=[0, 0, 1, 1]))
-        run(chunks, 4)
-        assert (stats_of(handle).num_groups > 0) == (torch.distributed.get_rank() == 1)
 
 
 @on_ranks(Pipeline(2))
@@ -208,21 +196,6 @@ def _raising_in_second_call(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@on_ranks(Pipeline(2))
-def test_a_host_limit_without_room_for_one_group_ends_the_first_step() -> None:
-    """The limit holds a hidden activation, which the model is refused for, but not what core attention saves."""
-    with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
-        offload = {"offload_activation": True, "offload_modules": ["core_attn"], "offload_host_limit_bytes": 4096}
-        chunks = make_chunks(make_config(**offload))
-        weights = [parameter.detach().clone() for parameter in chunks[0].parameters()]
-        with pytest.raises(ValueError, match="pipeline rank 0: offload_host_limit_bytes=4,096 has no room for any of"):
-            run(chunks, 3)
-        assert handle.engine is None and all(map(torch.equal, chunks[0].parameters(), weights))
-        vars(chunks[0].config)["offload_host_limit_bytes"] = None
-        run(chunks, 3)
-        assert stats_of(handle).copied_out_bytes > 0
-
-
 @on_ranks()
 def test_a_full_disk_stops_the_step_and_no_more(tmp_path: Path) -> None:
     expected = step(make_chunks(make_config()), 3)
@@ -270,23 +243,3 @@ def _warnings_of_two_steps(min_tensor_bytes: int) -> list[str]:
         for _ in range(2):
             run(chunks, 2)
     return logged
-
-
-@on_ranks()
-def test_offload_by_default_and_removal() -> None:
-    chunks = make_chunks(make_config())
-    expected, num_hooks = step(chunks, 3), _num_hooks(chunks[0])
-    with apply(ALL, modules=["core_attention", "mlp_act"]) as handle:
-        assert step(chunks, 3) == expected
-        assert stats_of(handle).copied_out_bytes > 0 and _num_hooks(chunks[0]) > num_hooks
-    assert _num_hooks(chunks[0]) == num_hooks
-    assert step(chunks, 3) == expected
-    with apply(ALL, modules=["attn_norm"]) as again:
-        assert step(chunks, 3) == expected
-        assert stats_of(again).copied_out_bytes > 0
-        del chunks
-        assert again.engine is None, "an engine goes with its model"
-
-
-def _num_hooks(model: torch.nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())

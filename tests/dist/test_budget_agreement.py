@@ -237,7 +237,7 @@ def _error_of_floor(name: str) -> str:
 def test_a_rank_that_cannot_begin_ends_all(name: str) -> None:
     errors = errors_of(_error_at_the_begin, name)
     assert errors[-1].endswith("the GPU is taken")
-    assert name == "pipeline" or "another rank of this pipeline stage cannot begin, and says why" in errors[0]
+    assert name == "pipeline" or "another rank of this pipeline stage cannot begin; see its error" in errors[0]
 
 
 def _error_at_the_begin(name: str) -> str:
@@ -253,7 +253,7 @@ def _error_at_the_begin(name: str) -> str:
 
 
 PLANS = {
-    "no group": ('[0, 1, "mlp_fc2"', None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank refuses"),
+    "no group": ('[0, 1, "mlp_fc2"', None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects"),
     "another layout": (
         '[0, 1, "mlp_fc2"',
         '[0, 7, "mlp_fc2"',

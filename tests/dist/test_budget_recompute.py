@@ -22,6 +22,7 @@ from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.shapes import ChunkShape, GroupShape
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.settings import selective
 from tests.dist.test_budget_agreement import Skewed
 from tests.dist.test_recompute_switches import MODELS, _config, _step
 from tests.dist.tiny import ALL, engine_of, make_chunks, run, stats_of
@@ -143,8 +144,7 @@ def test_what_is_offered() -> None:
     unknown: list[dict[str, Any]] = [{"fp8": "e4m3"}, {"cuda_graph_impl": "local"}]
     for settings in unknown:
         assert not _offered("dense", **settings)
-    own = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    chunks = _chunks("dense", **own)
+    chunks = _chunks("dense", **selective("mlp"))
     options = RecomputeOptions(chunks, ["layer_input", "qkv_linear", "core_attn", "mlp_norm"])
     layer = chunks[0].decoder.layers[0]
     options.apply(Choices())

@@ -83,5 +83,5 @@ def test_what_is_missing_cannot_be_accepted(
         main(["--check", "accept"])
     out, error = capsys.readouterr()
     assert ended.value.code == 1 and not out and error.count("\n") == 1
-    assert f"--check accept: {SCHEDULE} is missing" in error and "mend that row" in error
+    assert f"--check accept: {SCHEDULE} is missing" in error and "fix that row" in error
     assert KNOWN_TARGETS.read_text() == before

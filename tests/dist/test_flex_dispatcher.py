@@ -10,13 +10,9 @@ import torch
 from tests.dist.deep_ep import deep_ep_over_gloo
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.parity import Case, References, run_with, run_without
+from tests.dist.settings import DEEP, ON_TWO_RANKS, OVERLAP
 
-FLEX: dict[str, Any] = {
-    "moe_token_dispatcher_type": "flex",
-    "moe_router_dtype": "fp32",
-    "expert_model_parallel_size": 2,
-}
-OVERLAP: dict[str, Any] = {**FLEX, "overlap_moe_expert_parallel_comm": True}
+FLEX: dict[str, Any] = {**ON_TWO_RANKS, "moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 EACH = [
     ["router_fc1"],
     ["dispatched_tokens"],
@@ -31,8 +27,8 @@ def test_without_a_pipeline() -> None:
 
 
 def test_under_the_overlap_in_a_pipeline() -> None:
-    cases = [Case("moe", names, torch.bfloat16, OVERLAP, wrap=True) for names in EACH]
-    _check_what_moves(run_ranks(_copied_bytes, cases, [4], pipeline=Pipeline(2, 2, expert=2)))
+    cases = [Case("moe", names, torch.bfloat16, {**FLEX, **OVERLAP}, wrap=True) for names in EACH]
+    _check_what_moves(run_ranks(_copied_bytes, cases, [4], pipeline=DEEP))
 
 
 def _check_what_moves(copied: list[list[int]]) -> None:
@@ -44,7 +40,10 @@ def _copied_bytes(cases: list[Case], microbatches: list[int]) -> list[int]:
     """Of the last step of each case."""
     references = References()
     with deep_ep_over_gloo():
-        steps = [run_with(case, microbatches, references.of(case, microbatches)) for case in cases]
+        steps = [
+            run_with(case, microbatches, references.of(case, microbatches), is_evaluated=case is cases[0])
+            for case in cases
+        ]
     return [counters[-1].copied_out_bytes for counters in steps]
 
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.dist.launch import Pipeline, run_ranks
 from tests.dist.parity import Case, run_with, run_without
+from tests.dist.settings import DEEP, OVERLAP
 
-DEEP = Pipeline(2, 2, expert=2)
 NAMES = [
     *("layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"),
     *("router", "dispatched_tokens", "moe_act", "router_fc2"),
@@ -85,8 +85,7 @@ def test_of_a_model_in_part_frozen_only_these_are_trained(shape: Pipeline, chang
 
 def test_adapters_under_the_overlap() -> None:
     """There something must be trained in front of the first layer, with or without offload."""
-    settings = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
-    case = Case("mixed", NAMES, torch.bfloat16, settings, wrap=True, change=adapters_and_embedding)
+    case = Case("mixed", NAMES, torch.bfloat16, OVERLAP, wrap=True, change=adapters_and_embedding)
     run_ranks(_num_frozen, [case], [4, 2], pipeline=DEEP)
 
 
@@ -96,5 +95,5 @@ def _num_frozen(cases: list[Case], microbatches: list[int]) -> list[int]:
     for case in cases:
         expected = run_without(case, microbatches)
         num_frozen.append(list(expected[0].values()).count("none"))
-        run_with(case, microbatches, expected)
+        run_with(case, microbatches, expected, is_evaluated=True, has_report=case is cases[0])
     return num_frozen

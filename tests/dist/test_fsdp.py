@@ -98,7 +98,7 @@ def test_the_example_prints_the_same_losses_without_offload(tmp_path: Path) -> N
 def _run_example(cwd: Path, *flags: str) -> list[str]:
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     printed = run_program(ROOT / "examples/fsdp.py", "3", *flags, cwd=cwd, num_ranks=2, environment=environment)
-    return ["".join(of_rank) for of_rank in printed]
+    return [of_rank.out + of_rank.err for of_rank in printed]
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from megatron_patches import Handle, apply
-from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.launch import on_ranks
 from tests.dist.parity import EXPERTS, Case, run_with, run_without
+from tests.dist.settings import DEEP, ON_TWO_RANKS
 from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train
 
-DEEP = Pipeline(2, 2, expert=2)
 FUSED = {"gradient_accumulation_fusion": True}
 NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2", *EXPERTS]
 
@@ -29,9 +29,9 @@ NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"
 @on_ranks(DEEP)
 def test_parity() -> None:
     for names in (NAMES, ["self_attn", "experts"]):
-        case = Case("mixed", names, torch.bfloat16, {**FUSED, "expert_model_parallel_size": 2}, wrap=True)
+        case = Case("mixed", names, torch.bfloat16, {**FUSED, **ON_TWO_RANKS}, wrap=True)
         with kernels() as kernel:
-            run_with(case, [4], run_without(case, [4]))
+            run_with(case, [4], run_without(case, [4]), is_evaluated=True)
             assert kernel.call_count > 0
 
 

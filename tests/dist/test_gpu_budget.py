@@ -16,14 +16,13 @@ from megatron_patches._model.gpu_budget import checked
 from offload_engine._budget.state import State
 from offload_engine.sizes import parse_size
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
 from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train
 
 NUM_STEPS = 8
 NUM_FREE = 5
 """Steps before the third that goes by a plan, at most: later ones are within the budget."""
-SHARED = {"moe_shared_expert_intermediate_size": 32}
-OVERLAP = {**SHARED, "overlap_moe_expert_parallel_comm": True}
 
 
 class Layout(NamedTuple):
@@ -40,7 +39,7 @@ class Layout(NamedTuple):
     [
         pytest.param(Layout("dense", {}, {5: 2, 6: 6}), Pipeline(2), id="1F1B, other microbatches"),
         pytest.param(
-            Layout("moe", OVERLAP, dtype=torch.bfloat16), Pipeline(2, 2, expert=2), id="interleaved, all-to-all overlap"
+            Layout("moe", {**SHARED, **OVERLAP}, dtype=torch.bfloat16), DEEP, id="interleaved, all-to-all overlap"
         ),
     ],
 )
@@ -150,13 +149,11 @@ def test_what_a_model_offers() -> None:
     )  # fmt: skip
     names, left_out = _candidates("moe", **SHARED)
     assert {"experts", "shared_experts", "router", "dispatched_tokens"} <= set(names)
-    assert left_out["self_attn"] == "its parts move one by one"
+    assert left_out["self_attn"] == "its parts move separately"
     assert left_out["router_fc1"] == left_out["shared_fc1"] == "it moves as a part of another name"
-    selective = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
-    names, left_out = _candidates("mixed", **selective)
+    names, left_out = _candidates("mixed", **selective("mlp", "layernorm"))
     assert "mlp_act" not in names and "recompute_modules has 'mlp'" in left_out["mlp_act"]
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    names, left_out = _candidates("mixed", **full)
+    names, left_out = _candidates("mixed", **full())
     assert names == ("layer_input",) and "recomputes every layer" in left_out["core_attn"]
     config = make_config("moe")
     config.moe_paged_stash = True

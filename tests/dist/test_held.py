@@ -16,9 +16,8 @@ from offload_engine.schedule import backward_at_once
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without
+from tests.dist.settings import full, selective
 from tests.dist.tiny import ALL, NUM_LAYERS, decoder_of, forward_step, make_chunks, make_config, run, stats_of
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(2, 2)], ids=str)
@@ -26,7 +25,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def test_stage_inputs(shape: Pipeline) -> None:
     """The schedule keeps them in `input_tensors` until the backward of their chunk."""
     num_microbatches = 6
-    for case in (Case("moe", ["attn_norm", "core_attn"]), Case("dense", ["layer_input"], settings=FULL)):
+    for case in (Case("moe", ["attn_norm", "core_attn"]), Case("dense", ["layer_input"], settings=full())):
         inputs: list[torch.Tensor] = []
         sizes: list[int] = []
 
@@ -132,7 +131,7 @@ def test_inputs_of_recomputation_are_emptied() -> None:
     The layer inside an MTP layer is a layer like any other: as many storages are emptied for it. (Those of the last
     stay.) A part of detached inputs has no bytes, and no writes, of its own: it is no other save than the whole.
     """
-    settings = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    settings = selective("mla_up_proj", **LATENT)
     counts = []
     for name, more in (("self_attn", {}), ("self_attn", {"mtp_num_layers": 2}), ("qk_norm", {})):
         case = Case("dense", [name], settings={**settings, **more})
@@ -156,7 +155,7 @@ def test_inputs_of_recomputation_are_gone() -> None:
         inputs.append(StorageWeakRef(args[0].untyped_storage()))
 
     with _applied():
-        (chunk,) = _chunks(["attn_norm"], NORMS)
+        (chunk,) = _chunks(["attn_norm"], selective("layernorm"))
         for layer in chunk.decoder.layers:
             layer.input_layernorm.register_forward_pre_hook(_as_known(note))
         chunk.output_layer.register_forward_pre_hook(
@@ -178,15 +177,12 @@ def test_an_input_of_recomputation_that_other_code_keeps_stays() -> None:
         kept.append((args[0].detach(), args[0].detach().clone()))
 
     with _applied() as handle:
-        (chunk,) = _chunks(["attn_norm"], NORMS)
+        (chunk,) = _chunks(["attn_norm"], selective("layernorm"))
         for layer in chunk.decoder.layers:
             layer.input_layernorm.register_forward_pre_hook(_as_known(keep))
         chunk.output_layer.register_forward_pre_hook(lambda *_: are_equal.extend(torch.equal(*pair) for pair in kept))
         run([chunk], 1)
         assert are_equal and all(are_equal) and stats_of(handle).num_offloaded_groups > 0
-
-
-NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 
 
 def _applied() -> Handle:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_patches`: a script that knows nothing of the patches runs with them."""
+"""`python -m megatron_patches`: a script that knows nothing of the patches runs with them, and ends without them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import json
 import sys
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.dist.launch import RankFailed, run_ranks
+from tests.dist.tiny import messages
 
 SCRIPT = """
 import json, sys
@@ -23,13 +26,20 @@ from tests.dist.launch import Group, set_up_groups, Pipeline
 from tests.dist.tiny import make_chunks, make_config, run
 
 set_up_groups(Group(0, 1, "file://" + sys.argv[1] + "/store", Pipeline()), Pipeline())
-from megatron.core.pipeline_parallel import schedules
-chunks = make_chunks(make_config())
-for _ in range(2):
-    run(chunks, 2)
-hooked = [name for name, module in chunks[0].named_modules() if module._forward_hooks]
-json.dump([__name__, sys.argv[1:], sys.path[0], hooked], open(sys.argv[1] + "/seen.json", "w"))
+
+
+def pretrain():  # frees the model with its end
+    chunks = make_chunks(make_config())
+    for _ in range(2):
+        run(chunks, 2)
+    return [name for name, module in chunks[0].named_modules() if module._forward_hooks]
+
+
+json.dump([__name__, sys.argv[1:], sys.path[0], pretrain()], open(sys.argv[1] + "/seen.json", "w"))
+if "fail" in sys.argv:
+    raise ZeroDivisionError("of the script")
 """
+OFFLOAD = ["--offload-activation", "--offload-min-tensor-bytes", "1"]
 
 
 def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
@@ -46,7 +56,7 @@ def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
 
 def test_its_flags_reach_every_model(tmp_path: Path) -> None:
     trace = str(tmp_path / "step{step}.json")
-    _launch(tmp_path, "--offload-activation", "--offload-min-tensor-bytes", "1", "--offload-trace", trace)
+    _launch(tmp_path, *OFFLOAD, "--offload-trace", trace)
     assert (tmp_path / "step1.json").exists()
 
 
@@ -92,12 +102,60 @@ def test_a_rank_that_fails_is_reported() -> None:
     assert run_ranks(_divide, 2, pipeline=None, world_size=2) == [0.5, 0.5]
 
 
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_last_tables_and_plans_are_written(tmp_path: Path) -> None:
+    """Also where the model was freed with the function that trained it."""
+    (logged,) = run_ranks(_end, [*OFFLOAD, *_write(tmp_path)], pipeline=None)
+    assert logged.count("the last plan") == 1
+    assert any("activation offload in the second step" in line for line in logged)
+
+
+def _end(argv: list[str]) -> list[str]:
+    from megatron_patches._plan_files import PlanFiles
+
+    lines = messages()
+    with mock.patch.object(PlanFiles, "close", side_effect=lambda engine: lines.append("the last plan")):
+        _main(argv)
+    _check_unpatched()
+    return lines
+
+
+@pytest.mark.parametrize("removal", ["works", "fails"])
+def test_an_error_of_the_script_is_not_hidden(removal: str, tmp_path: Path) -> None:
+    run_ranks(_check_error, removal, [*OFFLOAD, *_write(tmp_path), "fail"], pipeline=None)
+
+
+def _check_error(removal: str, argv: list[str]) -> None:
+    from megatron_patches._runtime import ModelRuntime
+
+    failure = mock.patch.object(ModelRuntime, "close", side_effect=RuntimeError("of the removal"))
+    with failure if removal == "fails" else nullcontext(), pytest.raises(ZeroDivisionError, match="of the script"):
+        _main(argv)
+    if removal == "works":
+        _check_unpatched()
+
+
+def _check_unpatched() -> None:
+    """Patches can be applied anew only where none is in force."""
+    from megatron_patches import apply, apply_cpu_support
+
+    with apply(), apply_cpu_support():
+        pass
+
+
 def _launch(tmp_path: Path, *flags: str, config: str = "") -> list[Any]:
-    script = tmp_path / "pretrain.py"
-    script.write_text(SCRIPT.replace("make_config()", f"make_config({config})"))
-    (tmp_path / "sibling.py").touch()
-    run_ranks(_main, [*flags, str(script), str(tmp_path), "--bf16", "other.py"], pipeline=None)
+    run_ranks(_main, [*flags, *_write(tmp_path, config), "--bf16", "other.py"], pipeline=None)
     return json.loads((tmp_path / "seen.json").read_text())
+
+
+def _write(folder: Path, config: str = "") -> list[str]:
+    """Write a script, and what it imports; return its path and its first argument."""
+    script = folder / "pretrain.py"
+    script.write_text(SCRIPT.replace("make_config()", f"make_config({config})"))
+    (folder / "sibling.py").touch()
+    return [str(script), str(folder)]
 
 
 def _main(argv: list[str]) -> None:

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from contextlib import ExitStack
+import socket
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from tests.dist.trainer import EXAMPLES, Run, train
+from tests.dist.launch import Variables, run_ranks
+from tests.dist.programs import TRAINER, Printed, Run, as_run, run_here, train
 
 NUM_NODES, PER_NODE = 2, 2
 # Pipelines and gradients go from node to node, tokens to experts of the same node.
@@ -21,61 +19,71 @@ FLAGS = (
     *("--hidden-size", "64", "--seq-length", "64", "--train-iters", "3"),
 )
 OFFLOAD = ("--offload-activation", "--offload-modules", "core_attn", "moe_act", "--offload-min-tensor-bytes", "1")
-# What a rank runs: it notes where it is and what of the node's memory is its own, and trains.
-RANK = """
-import json, os, socket, sys
-from pathlib import Path
-
-socket.gethostname = lambda: os.environ["NODE"]
-sys.path.insert(0, {examples!r})
-import pretrain_gpt
-from offload_engine._devices.node_share import num_processes_of_node
-
-names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "NODE")
-place = [*(os.environ[name] for name in names), num_processes_of_node()]
-Path("rank_" + os.environ["RANK"]).write_text(json.dumps(place))
-sys.exit(pretrain_gpt.main())
-"""
 
 
-def train_on_nodes(directory: Path, *flags: str) -> Run:
+Job = tuple[str, tuple[str, ...], Path, dict[str, str]]
+"""Of `run_here`."""
+
+
+class Ended(NamedTuple):
+    """What a rank printed, where it was, and what of the node's memory was its own."""
+
+    printed: Printed
+    variables: list[str]
+    address: str
+    num_sharing: int
+
+
+def train_on_nodes(directory: Path, *flags: str) -> tuple[Run, list[Ended]]:
     """Run the trainer under an agent for each node; the run must succeed."""
-    (directory / "rank.py").write_text(RANK.format(examples=str(EXAMPLES)))
     metrics = directory / "metrics.json"
-    with ExitStack() as stack:
-        agents = [_start_agent(directory, node, "--metrics-json", str(metrics), *flags) for node in range(NUM_NODES)]
-        for agent in agents:
-            stack.enter_context(agent)
-            stack.callback(agent.kill)
-        output = "".join(agent.communicate(timeout=240)[0] for agent in agents)
-    assert all(agent.returncode == 0 for agent in agents), output
-    return Run(0, [json.loads(line) for line in metrics.read_text().splitlines()], output)
+    job: Job = (str(TRAINER), ("--metrics-json", str(metrics), *flags), directory, {})
+    agents = run_ranks(_agent, job, world_size=NUM_NODES, pipeline=Variables({}), timeout_s=240.0, has_children=True)
+    ranks = [ended for agent in agents for _, ended in sorted(agent.items())]
+    run = as_run(metrics, [rank.printed for rank in ranks])
+    assert run.status == 0, run.output
+    return run, ranks
 
 
-def _start_agent(directory: Path, node: int, *flags: str) -> subprocess.Popen[str]:
-    # The agents meet at a file, so that no port has to be free; the ranks take one of the first agent's choice.
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(directory / "rendezvous"), "--rdzv-id", "two-nodes"]
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", str(NUM_NODES)]
-    command += ["--nproc-per-node", str(PER_NODE), *meeting, "--rdzv-conf", "store_type=file"]
-    command += ["--local-addr", f"127.0.0.{node + 1}", str(directory / "rank.py"), *flags]
-    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NODE": f"node{node}"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=directory, env={**os.environ, **variables}, **pipes)
+def _agent(job: Job) -> dict[int, Ended]:
+    """Do what `python -m torch.distributed.run` does on a node, but for the start of the interpreters."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    node = int(os.environ["RANK"])
+    config = LaunchConfig(
+        min_nodes=NUM_NODES,
+        max_nodes=NUM_NODES,
+        nproc_per_node=PER_NODE,
+        run_id="two-nodes",
+        # The agents meet at a file, so that no port has to be free; the ranks take one of the first agent's choice.
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(job[2] / "rendezvous"),
+        rdzv_configs={"store_type": "file"},
+        local_addr=f"127.0.0.{node + 1}",
+        start_method="fork",
+        max_restarts=0,
+    )
+    found: dict[int, Ended] = elastic_launch(config, _rank)(f"node{node}", job)
+    return found
+
+
+def _rank(node: str, job: Job) -> Ended:
+    from offload_engine._devices.node_share import num_processes_of_node
+
+    socket.gethostname = lambda: node
+    variables = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")]
+    return Ended(run_here(*job), variables, os.environ["MASTER_ADDR"], num_processes_of_node())
 
 
 def test_two_nodes_train_as_one_to_the_last_bit(tmp_path: Path) -> None:
     one_node = train(tmp_path, *FLAGS, num_ranks=NUM_NODES * PER_NODE, has_data=False)
     assert one_node.status == 0, one_node.output
-    two_nodes = train_on_nodes(tmp_path, *FLAGS, *OFFLOAD)
+    two_nodes, ranks = train_on_nodes(tmp_path, *FLAGS, *OFFLOAD)
     assert two_nodes.curve == one_node.curve
     assert "│ 2-3 " in two_nodes.output and "had no record" not in two_nodes.output, "tables of both nodes"
     for step in two_nodes.steps:
         assert all(rank["offload"]["copied_in_bytes"] > 0 for rank in step["ranks"])
-
-    places = [json.loads((tmp_path / f"rank_{rank}").read_text()) for rank in range(NUM_NODES * PER_NODE)]
-    assert [(place[0], place[1], place[2]) for place in places] == [
-        (str(rank), str(rank % PER_NODE), str(rank // PER_NODE)) for rank in range(NUM_NODES * PER_NODE)
-    ]
-    assert len({tuple(place[2:5]) for place in places}) == NUM_NODES, "each node has its own name"
-    assert {place[5] for place in places} == {PER_NODE}, "what a node's processes share, not what all do"
+    places = [[str(rank), str(rank % PER_NODE), str(rank // PER_NODE)] for rank in range(NUM_NODES * PER_NODE)]
+    assert [rank.variables for rank in ranks] == places
+    assert {rank.address for rank in ranks} == {"127.0.0.1"}, "that of the first node"
+    assert {rank.num_sharing for rank in ranks} == {PER_NODE}, "what a node's processes share, not what all do"

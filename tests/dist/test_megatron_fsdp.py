@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -19,6 +22,7 @@ from offload_engine._devices.cpu import CpuDevice
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.parity import SAVES_COPIES
+from tests.dist.settings import ON_TWO_RANKS, OVERLAP, SHARED, full, selective
 from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run, stats_of
 
 pytest.importorskip("einops", reason="Megatron-FSDP arranges its ranks with it")
@@ -37,8 +41,7 @@ from tests.dist.megatron_fsdp import (  # noqa: E402
 DENSE = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 MOE = ["layer_input", "core_attn", "router", "dispatched_tokens", "router_fc1", "moe_act", "router_fc2"]
 MIXED = [*MOE, "mlp_fc1", "mlp_act", "mlp_fc2"]
-EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
-OVERLAP = {**EXPERTS, "overlap_moe_expert_parallel_comm": True, "moe_shared_expert_intermediate_size": 32}
+WITH_SHARED = {**OVERLAP, **SHARED}
 DEFERRED = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
 HYBRID = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "no_shard"}
 has_overlap = pytest.mark.skipif(
@@ -46,32 +49,32 @@ has_overlap = pytest.mark.skipif(
 )
 
 
-def _full() -> dict[str, Any]:
-    return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-
-
-def _selective(*modules: str) -> dict[str, Any]:
-    return dict(recompute_granularity="selective", recompute_modules=list(modules), add_bias_linear=False)
-
-
 @pytest.mark.parametrize("sharding", [*(Sharding(strategy) for strategy in STRATEGIES)], ids=lambda s: s.strategy)
 @on_ranks(world_size=2)
 def test_as_without_sharding(sharding: Sharding) -> None:
     """Parity, and neither more nor less is managed and emptied than without Megatron-FSDP."""
     _check_as_without(Job("dense", sharding), DENSE)
-    _check_as_without(Job("moe", sharding), MOE)
+    if sharding.strategy in (STRATEGIES[0], SHARDED):  # the least is sharded, and the most
+        _check_as_without(Job("moe", sharding), MOE)
 
 
 @on_ranks(world_size=2)
 def test_buffers_that_take_turns_and_weights_gathered_module_by_module() -> None:
     double, fine = "megatron_fsdp_max_pool_double_buffer", "megatron_fsdp_enable_fine_grained_param_gather"
     for option in ("fsdp_double_buffer", double, fine):
-        _check_as_without(Job("dense", Sharding(options={option: True})), DENSE)
+        _check_as_without(Job("dense", Sharding(options={option: True}), microbatches=(3, 1, 3)), DENSE)
+
+
+@on_ranks(world_size=2)
+def test_units_other_than_layers() -> None:
+    """Parts of layers, so that fewer weights are gathered at once. Layers add biases outside of these: it has none."""
+    _check_as_without(Job("dense", Sharding(units=(SelfAttention, MLP)), {"add_bias_linear": False}), DENSE)
+    _check_as_without(Job("moe", Sharding(units=(MoELayer,))), MOE)
 
 
 def _check_as_without(job: Job, names: Sequence[str]) -> None:
-    stats = check_parity(job, names)
-    with apply(ALL, modules=names) as handle:
+    stats = check_parity(job, names, has_report=job.kind == "dense")
+    with apply(ALL, modules=names, has_report=False) as handle:
         chunks = make_chunks(make_config(job.kind, torch.bfloat16, **job.settings), wrap=True)
         run(chunks, job.microbatches[-1])
         plain = stats_of(handle)
@@ -86,24 +89,24 @@ def _check_as_without(job: Job, names: Sequence[str]) -> None:
     [
         # megatron-core does not shard experts twice
         pytest.param(
-            Job("moe", Sharding(options=HYBRID), EXPERTS), MOE, 4, Pipeline(expert=2, instances=2), id="replicas"
+            Job("moe", Sharding(options=HYBRID), ON_TWO_RANKS), MOE, 4, Pipeline(expert=2, instances=2), id="replicas"
         ),
         pytest.param(Job("dense", Sharding(options=DEFERRED)), DENSE, 4, Pipeline(instances=2), id="shards of shards"),
-        pytest.param(Job("mixed", settings=EXPERTS), MIXED, 4, Pipeline(expert=2), id="experts"),
+        pytest.param(Job("mixed", settings=ON_TWO_RANKS), MIXED, 4, Pipeline(expert=2), id="experts"),
         pytest.param(Job("dense"), DENSE, 4, Pipeline(tensor=2), id="tensor parallel"),
         *(
             pytest.param(job, MIXED, 2, Pipeline(expert=2), id=f"overlap, {job.sharding.strategy}", marks=has_overlap)
-            for job in (Job("mixed", Sharding(strategy), OVERLAP) for strategy in ("optim_grads", SHARDED))
+            for job in (Job("mixed", Sharding(strategy), WITH_SHARED) for strategy in ("optim_grads", SHARDED))
         ),
         pytest.param(
-            Job("moe", settings=OVERLAP), MOE, 4, Pipeline(expert=2), id="overlap, sharded", marks=has_overlap
+            Job("moe", settings=WITH_SHARED), MOE, 4, Pipeline(expert=2), id="overlap, sharded", marks=has_overlap
         ),
         *(
             pytest.param(Job("dense", settings=settings), [name], 2, Pipeline(), id=f"{name} recomputed from")
             for name, settings in (
-                ("layer_input", _full()),
-                ("attn_norm", _selective("layernorm")),
-                ("mlp_norm", _selective("layernorm", "mlp")),
+                ("layer_input", full()),
+                ("attn_norm", selective("layernorm", add_bias_linear=False)),
+                ("mlp_norm", selective("layernorm", "mlp", add_bias_linear=False)),
             )
         ),
     ],
@@ -168,7 +171,7 @@ class _SavesAlias(torch.autograd.Function):
 def test_parity_under_torchs(reshard: bool) -> None:
     for kind, names in (("dense", DENSE), ("moe", MOE), ("dense", ["core_attn"])):
         expected = _train_torch(kind, reshard)
-        with apply(ALL, modules=names) as handle:
+        with apply(ALL, modules=names, has_report=kind == "moe") as handle:
             assert _train_torch(kind, reshard) == expected, names
             assert stats_of(handle).copied_in_bytes > 0 and stats_of(handle).num_storages_left == 0
 
@@ -176,9 +179,8 @@ def test_parity_under_torchs(reshard: bool) -> None:
 @on_ranks(world_size=2)
 def test_storages_kept_by_megatron_core_are_emptied_under_torchs() -> None:
     """Torch derives a class from that of each layer, and hooks on it: both read nothing later."""
-    settings = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
     with apply(ALL, modules=["attn_norm", "qk_norm"]) as handle:
-        _train_torch("dense", True, **settings)
+        _train_torch("dense", True, **selective("mla_up_proj", **LATENT))
         # the embeddings of each microbatch, and copies that recomputation starts from
         assert stats_of(handle).num_emptied_storages > (3 if SAVES_COPIES else 0)
 

@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from offload_engine import IterationStats
 from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.models import HYBRID
-from tests.dist.names import is_refused
 from tests.dist.parity import Case, check_all, run_with, run_without
+from tests.dist.settings import is_refused, selective
 from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE
 
 pytestmark = pytest.mark.skipif(
@@ -131,13 +131,9 @@ def test_what_is_recomputed_moves_less() -> None:
 
 
 def _run(names: list[str], recomputed: list[str]) -> IterationStats:
-    case = Case("moe", names, settings={**SETTINGS, **_recomputing(recomputed)}, change=with_mixers)
-    (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]))
+    case = Case("moe", names, settings=selective(*recomputed, **SETTINGS), change=with_mixers)
+    (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]), is_evaluated=True)
     return stats
-
-
-def _recomputing(modules: list[str]) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 
 # ---- several residual streams ----------------------------------------------------------------------------------------
@@ -155,7 +151,7 @@ def test_residual_streams(recomputed: list[str]) -> None:
     ]
     names += [] if recomputed else [["layer_input", "self_attn", "mlp_norm"], ["attn_norm"]]
     numbers = (None, 2) if recomputed else (None,)
-    settings = [{**STREAMS, **_recomputing(recomputed), "mhc_recompute_layer_num": number} for number in numbers]
+    settings = [selective(*recomputed, **STREAMS, mhc_recompute_layer_num=number) for number in numbers]
     run_ranks(check_all, [Case("dense", each, settings=more) for more in settings for each in names], [2])
 
 
@@ -167,6 +163,6 @@ def test_residual_streams(recomputed: list[str]) -> None:
     ],
 )
 def test_what_is_computed_again_cannot_move(module: str, refused: list[str], offered: list[str]) -> None:
-    recomputing = SimpleNamespace(recompute_granularity="selective", recompute_modules=[module])
+    recomputing = SimpleNamespace(**selective(module))
     assert all(is_refused(recomputing, name, frozenset()) for name in refused)
     assert not any(is_refused(recomputing, name, frozenset()) for name in offered)

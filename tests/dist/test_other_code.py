@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,19 +19,8 @@ from megatron_patches import apply
 from offload_engine import OffloadConfig
 from offload_engine._host.pool import HostPool
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
-from tests.dist.logged import messages
-from tests.dist.tiny import (
-    ALL,
-    NUM_LAYERS,
-    engine_of,
-    fingerprint,
-    forward_step,
-    make_chunks,
-    make_config,
-    run,
-    stats_of,
-    step,
-)
+from tests.dist.settings import OVERLAP
+from tests.dist.tiny import ALL, NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, messages, run, step
 
 Prepare = Callable[[Any], None]
 
@@ -51,7 +38,7 @@ class Outcome:
         **more: Any,
     ) -> None:
         (chunk,) = chunks = make_chunks(make_config(kind, dtype, **more), change=prepare)
-        with apply(ALL, modules=names) as handle:
+        with apply(ALL, modules=names, has_report=False) as handle:
             for _ in range(2):
                 chunk.zero_grad()
                 losses = run(chunks, 2, forward_step=step)
@@ -145,7 +132,6 @@ def test_without_other_code_it_is_emptied() -> None:
 @pytest.mark.parametrize("is_given", [False, True], ids=["kept by a hook", "given by the caller"])
 @on_ranks(Pipeline(expert=2))
 def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
-    settings = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
     seen: list[float] = []
 
     def reading(batches: Iterator[torch.Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +149,7 @@ def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
         seen.clear()
         _kept.clear()
         prepare = (lambda chunk: None) if is_given else _behind_the_embedding
-        outcomes.append((Outcome(prepare, names, "moe", reading, torch.bfloat16, **settings).fingerprint, seen[:]))
+        outcomes.append((Outcome(prepare, names, "moe", reading, torch.bfloat16, **OVERLAP).fingerprint, seen[:]))
     assert outcomes[0] == outcomes[1]
 
 
@@ -248,71 +234,6 @@ def test_a_wrapper_is_taken_off_only_as_far_as_there_is_a_configuration() -> Non
     (chunk,) = make_chunks(make_config())
     with apply(OffloadConfig()) as handle:
         assert run([_Net(chunk)], 2) and handle.stats is None
-
-
-# -- the life of an attachment -----------------------------------------------------------------------------------------
-
-
-@on_ranks()
-def test_another_choice_of_modules_counts_from_the_next_step_on() -> None:
-    found, hooks = [], []
-    with apply(ALL) as handle:
-        (chunk,) = make_chunks(make_config(offload_activation=True))
-        for names in (["core_attn"], ["core_attn", "mlp_fc1"], ["mlp_fc1"], ["mlp_fc1"]):
-            vars(chunk.config)["offload_modules"] = list(names)
-            run([chunk], 2)
-            found.append(stats_of(handle).num_groups // NUM_LAYERS)
-            hooks.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in chunk.modules()))
-    assert found == [2, 4, 2, 2] and hooks[2] == hooks[3]
-
-
-@on_ranks()
-def test_a_removed_attachment_goes_before_its_model() -> None:
-    chunks = make_chunks(make_config())
-    attachments = []
-    for _ in range(2):
-        with apply(ALL, modules=["core_attn"]) as handle:
-            run(chunks, 2)
-            attachments.append(weakref.ref(next(iter(handle._runtime._attachments.values())).attachment))
-        del handle
-    gc.collect()
-    assert [attachment() for attachment in attachments] == [None, None]
-
-
-@on_ranks()
-def test_a_step_in_a_forward_of_another_ends_that_of_its_own_model() -> None:
-    inner = make_chunks(make_config())
-    running: list[Any] = []
-
-    def nesting(batches: Iterator[torch.Tensor], model: Any, *more: Any) -> Any:
-        own = handle._runtime.running_engine
-        run(inner, 1)
-        running.append(own is not None and handle._runtime.running_engine is own)
-        return forward_step(batches, model, *more)
-
-    with apply(ALL, modules=["core_attn"]) as handle:
-        run(make_chunks(make_config()), 2, forward_step=nesting)
-        assert handle._runtime.running_engine is None
-    assert running == [True, True]
-
-
-@on_ranks(Pipeline(2))
-def test_two_models_take_turns() -> None:
-    """As in reinforcement learning: each has an engine of its own, and goes with its model."""
-    jobs = {"dense": ["core_attn"], "moe": ["router_fc1", "mlp_norm"]}
-    expected = {kind: step(make_chunks(make_config(kind)), 4) for kind in jobs}
-    with apply(ALL) as handle:
-        models = {
-            kind: make_chunks(make_config(kind, offload_activation=True, offload_modules=names))
-            for kind, names in jobs.items()
-        }
-        engines = set()
-        for kind in (*jobs, *jobs):
-            assert step(models[kind], 4) == expected[kind]
-            engines.add(id(engine_of(handle)))
-        assert len(engines) == 2
-        models.clear()
-        assert not handle._runtime._attachments
 
 
 # -- offload on some ranks ---------------------------------------------------------------------------------------------

@@ -16,28 +16,24 @@ from megatron_patches import apply
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.models import LATENT
-from tests.dist.names import leaves
 from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_cases, run_with, run_without
 from tests.dist.saved_storages import innermost_hooks
+from tests.dist.settings import DEEP, GROUPED, OVERLAP, SHARED, leaves, selective
 from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, step
 
-SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
-MICROBATCHES = {1: [3, 1, 2], 4: [2, 6]}  # by number of stages in all
+SHAPES = [Pipeline(expert=2), DEEP]
+MICROBATCHES = {1: [3, 1], 4: [2, 4]}  # by number of stages in all
+ALONE = {1: [2], 4: [4]}
 ATTENTION = ["layer_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "self_attn"]
 DENSE = ["mlp_fc1", "mlp_act", "mlp_fc2"]
-SHARED = ["shared_experts", "shared_fc1", "shared_fc2"]
-SETTINGS: dict[str, Any] = {
-    "overlap_moe_expert_parallel_comm": True,
-    "expert_model_parallel_size": 2,
-    "moe_shared_expert_intermediate_size": 32,
-}
+SHARED_EXPERTS = ["shared_experts", "shared_fc1", "shared_fc2"]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
     """In the pipeline, where stages change nothing about a name, those alone whose layers some chunks lack."""
-    names = [*ATTENTION, "mlp_norm", *DENSE, *SHARED, "router", "dispatched_tokens", "experts", *EXPERTS]
+    names = [*ATTENTION, "mlp_norm", *DENSE, *SHARED_EXPERTS, "router", "dispatched_tokens", "experts", *EXPERTS]
     alone = names if shape.size == 1 else ["mlp_fc1", "moe_act"]
     together = [_case("mixed", leaves(names)), _case("moe", [name for name in names if name not in DENSE])]
     _check([_case("mixed", [name]) for name in alone], together, shape)
@@ -57,7 +53,7 @@ def test_delayed_weight_gradients(shape: Pipeline) -> None:
 
 def _check(alone: list[Case], together: list[Case], shape: Pipeline) -> None:
     """Names alone see one number of microbatches: that these change is no matter of a single name."""
-    numbers = [*([_microbatches(shape)[-1:]] * len(alone)), *[_microbatches(shape)] * len(together)]
+    numbers = [*([_microbatches(shape, ALONE)] * len(alone)), *[_microbatches(shape)] * len(together)]
     run_ranks(check_cases, [*alone, *together], numbers, pipeline=shape)
 
 
@@ -78,7 +74,7 @@ def test_no_group_is_entered_while_the_backward_of_another_chunk_runs(shape: Pip
         packs.append(innermost_hooks(True) is not None)
         return backward(self, *args)
 
-    case = _case("moe", ["dispatched_tokens", "attn_proj"], **_selective("core_attn"))
+    case = _case("moe", ["dispatched_tokens", "attn_proj"], **selective("core_attn"))
     expected = run_without(case, [4])
     with mock.patch.object(ScheduleNode, "backward", note_hooks):
         run_with(case, [4], expected)
@@ -102,7 +98,7 @@ def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
 @on_ranks(SHAPES[0])
 def test_inputs_of_recomputed_attention_are_emptied() -> None:
     """Latents, of which `CheckpointWithoutOutput` has saved detached leaves."""
-    case = _case("moe", ["self_attn"], **LATENT, num_layers=2, **_selective("mla_up_proj"))
+    case = _case("moe", ["self_attn"], **LATENT, num_layers=2, **selective("mla_up_proj"))
     expected = run_without(case, [2])
     with adversarial_device(1) as device:
         (stats,) = run_with(case, [2], expected)
@@ -114,23 +110,21 @@ def test_inputs_of_recomputed_attention_are_emptied() -> None:
 def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
     """Attention's backward may run before the experts' forward."""
     cases = [
-        _case("mixed", ["core_attn", "router_fc1"], **_selective("layernorm")),
-        _case("mixed", ["self_attn", "router_fc1"], **_selective("mlp", "shared_experts")),
-        _case("moe", ["layer_input", "mlp_norm", "router"], **_selective("core_attn")),
+        _case("mixed", ["core_attn", "router_fc1"], **selective("layernorm")),
+        _case("mixed", ["self_attn", "router_fc1"], **selective("mlp", "shared_experts")),
+        _case("moe", ["layer_input", "mlp_norm", "router"], **selective("core_attn")),
         _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], ep_overlap_early_attn_memory_release=True),
     ]
-    run_ranks(check_all, cases if shape.size == 1 else cases[1::2], _microbatches(shape)[-1:], pipeline=shape)
+    run_ranks(check_all, cases if shape.size == 1 else cases[1::2], _microbatches(shape, ALONE), pipeline=shape)
 
 
 def test_latent_attention_and_grouped_experts() -> None:
     latents = ["mla_down_proj", "qk_norm", "mla_up_proj"]
     grouped = ["dispatched_tokens", "experts", *EXPERTS]
-    model = {**LATENT, "moe_grouped_gemm": True}
+    model = {**LATENT, **GROUPED}
     run_ranks(check_all, [_case("moe", [name], **model) for name in (*latents, *grouped)], [2], pipeline=SHAPES[0])
     cases = [_case("mixed", ["layer_input", "core_attn", *latents, "mlp_act", *grouped], **model)]
-    cases.append(
-        _case("moe", ["self_attn", "router_fc1"], **model, **_selective("mla_up_proj", "moe_act", "layernorm"))
-    )
+    cases.append(_case("moe", ["self_attn", "router_fc1"], **model, **selective("mla_up_proj", "moe_act", "layernorm")))
     run_ranks(check_all, cases, [4], pipeline=SHAPES[1])
 
 
@@ -139,7 +133,7 @@ def test_multi_token_prediction() -> None:
     """Its layer is one more layer of the plan, whose input is one part of a tensor that is read again."""
     names = ["layer_input", "core_attn", "mlp_norm", "mtp_norm", "mtp_proj", "router_fc1"]
     case = _case("moe", names, mtp_num_layers=1)
-    for stats in run_with(case, [2, 4], run_without(case, [2, 4])):
+    for stats in run_with(case, [2, 4], run_without(case, [2, 4]), is_evaluated=True):
         assert stats.num_viewed_storages == 0
 
 
@@ -201,23 +195,20 @@ def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
         "dispatched_tokens",
         *EXPERTS,
     ]
-    case, microbatches = _case("mixed", names, delay_wgrad_compute=True), _microbatches(shape)[:2]
-    expected = run_without(case, microbatches)
-    for seed in (None, 1):
+    case, microbatches = _case("mixed", names, delay_wgrad_compute=True), _microbatches(shape)
+    references = References()
+    for seed, numbers in ((None, microbatches), (1, [max(microbatches)])):
+        expected = references.of(case, numbers)
         with adversarial_device(seed) as device:
-            counters = run_with(case, microbatches, expected)
+            counters = run_with(case, numbers, expected)
             assert device.hazards == []
             assert device.num_copies["out"] and device.num_copies["in"]
             assert all(stats.num_emptied_storages for stats in counters)
 
 
-def _selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-
-
 def _case(kind: str, names: list[str], **more: Any) -> Case:
-    return Case(kind, names, torch.bfloat16, {**SETTINGS, **more}, wrap=True)
+    return Case(kind, names, torch.bfloat16, {**OVERLAP, **SHARED, **more}, wrap=True)
 
 
-def _microbatches(shape: Pipeline) -> list[int]:
-    return MICROBATCHES[shape.size * (shape.virtual or 1)]
+def _microbatches(shape: Pipeline, numbers: dict[int, list[int]] = MICROBATCHES) -> list[int]:
+    return numbers[shape.size * (shape.virtual or 1)]

@@ -24,24 +24,21 @@ from megatron_patches._model.sites import BLOCKS
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.models import HYBRID, LATENT
-from tests.dist.names import is_refused, leaves
 from tests.dist.parity import Case, check_all, check_in_turns, run_with, run_without
+from tests.dist.settings import DEEP, GROUPED, SHARED, full, is_refused, leaves, selective
 from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, NUM_LAYERS, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train
 
-DEEP = Pipeline(2, 2, expert=2)
 ATTENTION = ["layer_input", "attn_norm", "self_attn", "qkv_linear", "core_attn", "attn_proj"]
 DENSE = ["mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 EXPERTS = ["router", "dispatched_tokens", "experts", "router_fc1", "moe_act", "router_fc2"]
-SHARED = ["shared_experts", "shared_fc1", "shared_fc2"]
+SHARED_EXPERTS = ["shared_experts", "shared_fc1", "shared_fc2"]
 LATENTS = ["mla_down_proj", "qk_norm", "mla_up_proj"]
 AHEAD = ["mtp_norm", "mtp_proj"]
 MAMBA = ["mamba_mixer", "mamba_in_proj", "mamba_out_proj"]
 
-HAS_SHARED = {"moe_shared_expert_intermediate_size": 32}
-OVERLAPS_SHARED = {**HAS_SHARED, "moe_shared_expert_overlap": True}
-GROUPED = {"moe_grouped_gemm": True}
+OVERLAPS_SHARED = {**SHARED, "moe_shared_expert_overlap": True}
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -68,7 +65,7 @@ def _check(cases: list[Case], microbatches: list[int], shape: Pipeline) -> None:
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
-NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+NORMS = selective("layernorm")
 IN_FLOATS = [
     Case("dense", ["core_attn", "attn_proj", "mlp_act"], settings=NORMS),
     Case("moe", ["core_attn", "router_fc1", "qkv_linear"]),
@@ -108,10 +105,11 @@ assert NUM_LAYERS == 4  # one layer in each virtual stage of the deepest pipelin
 
 def test_no_name_is_left_out() -> None:
     elsewhere = {"gdp_qkv"}  # in test_newer_layers
-    assert {*ATTENTION, *DENSE, *EXPERTS, *SHARED, *LATENTS, *AHEAD, *MAMBA} == {r.name for r in MODULES} - elsewhere
+    here = [*ALL_OF_MIXED, *LATENTS, *AHEAD, *MAMBA]
+    assert {*here} == {row.name for row in MODULES} - elsewhere
 
 
-ALL_OF_MIXED = [*ATTENTION, *DENSE, *EXPERTS, *SHARED]
+ALL_OF_MIXED = [*ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERTS]
 ALL_OF_HYBRID = [*MAMBA, *ATTENTION, *DENSE, *EXPERTS]
 MTP = [*ATTENTION, *EXPERTS, "mlp_norm", *AHEAD]
 # Without a latent the query has one projection.
@@ -121,7 +119,7 @@ ONE_LATENT = {**LATENT, "q_lora_rank": None, "qk_layernorm": False}
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(_cases("mixed", [*_alone(ALL_OF_MIXED), *_together(ALL_OF_MIXED)], HAS_SHARED), id="of any model"),
+        pytest.param(_cases("mixed", [*_alone(ALL_OF_MIXED), *_together(ALL_OF_MIXED)], SHARED), id="of any model"),
         # They run in pieces, called by the dispatcher between its own steps.
         pytest.param(
             _cases("moe", [["shared_fc1"], ["shared_fc2"], ["shared_fc1", "shared_fc2", *EXPERTS]], OVERLAPS_SHARED),
@@ -149,7 +147,7 @@ def test_names(cases: list[Case]) -> None:
     [
         # With one layer in each virtual stage, some chunks hold dense layers only.
         pytest.param(
-            DEEP, _cases("mixed", [["mlp_fc1"], ["router_fc1"], leaves(ALL_OF_MIXED)], HAS_SHARED), id="of any model"
+            DEEP, _cases("mixed", [["mlp_fc1"], ["router_fc1"], leaves(ALL_OF_MIXED)], SHARED), id="of any model"
         ),
         pytest.param(
             DEEP,
@@ -187,22 +185,13 @@ def test_names_in_a_pipeline(shape: Pipeline, cases: list[Case]) -> None:
 @on_ranks()
 def test_one_storage_that_several_modules_save_moves_once() -> None:
     """The input of the router is that of the shared experts."""
-    cases = _cases("moe", [["router"], ["shared_fc1"], ["router", "shared_fc1"]], HAS_SHARED)
+    cases = _cases("moe", [["router"], ["shared_fc1"], ["router", "shared_fc1"]], SHARED)
     expected = run_without(cases[0], [1])
     router, shared, both = (run_with(case, [1], expected)[0].copied_out_bytes for case in cases)
     assert 0 < shared < router == both
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------
-
-
-def _selective(*modules: str, **model: Any) -> dict[str, Any]:
-    return {**model, "recompute_granularity": "selective", "recompute_modules": list(modules)}
-
-
-def _full(at_once: int = 1, method: str = "uniform", /, **model: Any) -> dict[str, Any]:
-    more = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": at_once}
-    return {**model, **more}
 
 
 def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
@@ -232,21 +221,21 @@ def _recomputing(kind: str, settings: dict[str, Any]) -> list[Case]:
 
 ONE_MODULE = {
     "core_attn": ("mixed", {}),
-    "layernorm": ("mixed", HAS_SHARED),
-    "mlp": ("mixed", HAS_SHARED),
-    "moe": ("mixed", HAS_SHARED),
-    "shared_experts": ("moe", HAS_SHARED),
-    "moe_act": ("moe", {**GROUPED, **HAS_SHARED}),
+    "layernorm": ("mixed", SHARED),
+    "mlp": ("mixed", SHARED),
+    "moe": ("mixed", SHARED),
+    "shared_experts": ("moe", SHARED),
+    "moe_act": ("moe", {**GROUPED, **SHARED}),
     "mla_up_proj": ("mixed", LATENT),
 }
-SEVERAL = _selective("core_attn", "layernorm", "shared_experts", "moe_act", **GROUPED, **HAS_SHARED)
+SEVERAL = selective("core_attn", "layernorm", "shared_experts", "moe_act", **GROUPED, **SHARED)
 # With MTP, models of 0.18 raise, with or without offload.
 WITH_MTP = (
-    [] if is_in_range(installed_version(), "==0.18.*") else _cases("moe", [["layer_input"]], _full(mtp_num_layers=1))
+    [] if is_in_range(installed_version(), "==0.18.*") else _cases("moe", [["layer_input"]], full(mtp_num_layers=1))
 )
 HYBRID_FULL = [
-    *_cases("moe", [["layer_input"]], _full(**HYBRID)),
-    *_cases("moe", [["layer_input", "mamba_mixer", "router_fc1"]], _full(2, "block", **HYBRID, num_layers=8)),
+    *_cases("moe", [["layer_input"]], full(**HYBRID)),
+    *_cases("moe", [["layer_input", "mamba_mixer", "router_fc1"]], full(2, "block", **HYBRID, num_layers=8)),
 ]
 if not find_spec("megatron.core.recompute"):  # before 0.18 such models recompute nothing
     HYBRID_FULL.clear()
@@ -256,21 +245,21 @@ if not find_spec("megatron.core.recompute"):  # before 0.18 such models recomput
     ("shape", "cases"),
     [
         *(
-            pytest.param(Pipeline(), _recomputing(kind, _selective(module, **model)), id=f"selective, {module}")
+            pytest.param(Pipeline(), _recomputing(kind, selective(module, **model)), id=f"selective, {module}")
             for module, (kind, model) in ONE_MODULE.items()
         ),
         pytest.param(
             DEEP,
-            [*_recomputing("moe", SEVERAL)[:1], *_recomputing("mixed", _selective("moe", **HAS_SHARED))[:1]],
+            [*_recomputing("moe", SEVERAL)[:1], *_recomputing("mixed", selective("moe", **SHARED))[:1]],
             id="selective, in a pipeline",
         ),
         # The input of a recomputed layer, or of a block of layers, is all that is saved.
         pytest.param(
             Pipeline(),
             [
-                *_cases("mixed", [["layer_input"]], _full()),
-                *_cases("mixed", [["layer_input", "layer_input"]], _full(2)),  # there is one group for two layers
-                *_cases("mixed", [["layer_input", "core_attn", "router_fc1"]], _full(2, "block")),
+                *_cases("mixed", [["layer_input"]], full()),
+                *_cases("mixed", [["layer_input", "layer_input"]], full(2)),  # there is one group for two layers
+                *_cases("mixed", [["layer_input", "core_attn", "router_fc1"]], full(2, "block")),
                 *WITH_MTP,
                 *HYBRID_FULL,
             ],
@@ -278,7 +267,7 @@ if not find_spec("megatron.core.recompute"):  # before 0.18 such models recomput
         ),
         pytest.param(
             DEEP,
-            [*_cases("moe", [["layer_input"]], _full(**GROUPED)), *WITH_MTP, *HYBRID_FULL[:1]],
+            [*_cases("moe", [["layer_input"]], full(**GROUPED)), *WITH_MTP, *HYBRID_FULL[:1]],
             id="full, in a pipeline",
         ),
     ],
@@ -292,8 +281,8 @@ def test_recomputation(shape: Pipeline, cases: list[Case]) -> None:
 def test_discarded_tensors_are_never_copied() -> None:
     """The bits do not tell: what was copied of it is not what its backward reads."""
     discarded = {
-        "core_attn": ("mixed", _selective("mla_up_proj", **LATENT)),
-        "experts": ("moe", _selective("layernorm")),
+        "core_attn": ("mixed", selective("mla_up_proj", **LATENT)),
+        "experts": ("moe", selective("layernorm")),
     }
     for name, (kind, settings) in discarded.items():
         case = Case(kind, [name], settings=settings)
@@ -343,7 +332,7 @@ OF_LAYERS = ["layer_input", "qkv_linear", "core_attn", "attn_proj", *DENSE]
             Pipeline(context=2),
             [
                 *_cases("dense", [OF_LAYERS, ["core_attn"]]),
-                *_cases("dense", [["layer_input", "mlp_act"]], _selective("core_attn")),
+                *_cases("dense", [["layer_input", "mlp_act"]], selective("core_attn")),
             ],
             id="context parallel",
         ),

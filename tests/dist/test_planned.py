@@ -13,12 +13,12 @@ from megatron_patches import apply
 from offload_engine.planning.plan import format_plan
 from tests.dist.launch import Pipeline, run_ranks
 from tests.dist.parity import Case, run_without
+from tests.dist.settings import DEEP, OVERLAP
 from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, stats_of, step
 from tests.lookups import present
 
 NAMES = ["qkv_linear", "core_attn", "attn_proj"]
 MICROBATCHES = [2, 2, 4, 2]
-OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size
         pytest.param(Pipeline(2), "dense", {}, 40_000, id="1F1B, within a budget"),
         pytest.param(Pipeline(2), "moe", {}, 40_000, id="1F1B, experts"),
         pytest.param(Pipeline(2, 2), "dense", {}, None, id="interleaved"),
-        pytest.param(Pipeline(2, 2, expert=2), "moe", OVERLAP, None, id="overlap"),
+        pytest.param(DEEP, "moe", OVERLAP, None, id="overlap"),
     ],
 )
 def test_bitwise_equal(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_patches import apply
 from megatron_patches._model.recompute import Switches
+from megatron_patches._model.recompute_options import RecomputeOptions
 from megatron_patches._model.sites import find_sites
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import ResidencyMeter
+from offload_engine.planning.choices import Choices
+from offload_engine.planning.shapes import ChunkShape, GroupShape
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
+from tests.dist.settings import DEEP, GROUPED, SHARED, full, selective
 from tests.dist.tiny import (
     ALL,
     HIDDEN,
@@ -32,8 +37,6 @@ from tests.dist.tiny import (
     step,
 )
 
-SHARED = {"moe_shared_expert_intermediate_size": 32}
-GROUPED = {"moe_grouped_gemm": True}
 NO_BIAS = {"add_bias_linear": False}
 INPUT = SEQUENCE * MICRO_BATCH * HIDDEN * 4  # bytes of a hidden activation
 DROPOUT = {"attention_dropout": 0.1}
@@ -79,9 +82,7 @@ def test_steps_are_the_same_whatever_is_recomputed(model: str) -> None:
         _check_choices(model, 2, offloaded, reference, has_each=bool(offloaded))
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"), [("experts", Pipeline(2)), ("grouped", Pipeline(2, 2, expert=2))], ids=["experts", "grouped"]
-)
+@pytest.mark.parametrize(("model", "shape"), [("experts", Pipeline(2)), ("grouped", DEEP)], ids=["experts", "grouped"])
 @on_ranks(timeout_s=240.0)
 def test_steps_of_a_pipeline_are_the_same(model: str, shape: Pipeline) -> None:
     """Stages change nothing about one recomputation alone."""
@@ -178,7 +179,7 @@ def test_of_what_is_recomputed_only_the_input_has_a_group() -> None:
 
 @on_ranks()
 def test_everything_is_put_back() -> None:
-    chunks = make_chunks(make_config("dense", recompute_granularity="selective", recompute_modules=["mlp"], **NO_BIAS))
+    chunks = make_chunks(make_config("dense", **selective("mlp", **NO_BIAS)))
     switches = Switches(chunks)
     built = {key: switch.is_on for key, switch in switches.by_key.items()}
     assert {name for (_, _, name), on in built.items() if on} == {"mlp"}
@@ -197,12 +198,38 @@ def test_everything_is_put_back() -> None:
     switches.restore()
 
 
+PARTS_OF_EXPERTS = ["moe_act", "router_fc2", "shared_fc1", "shared_fc2"]
+"""An activation of experts and the shared experts together have all the groups of the MoE layer."""
+
+
+@pytest.mark.parametrize(("model", "offered"), [("grouped", {"moe_act", "shared_experts"}), ("experts", {"moe"})])
+@on_ranks()
+def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered: set[str]) -> None:
+    """Also where the groups of two small recomputations are those of a large one."""
+    kind, settings, _ = MODELS[model]
+    chunks = make_chunks(_config(kind, settings))  # which it does not keep
+    options = RecomputeOptions(chunks, PARTS_OF_EXPERTS)
+    groups = [
+        GroupShape(name, layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in PARTS_OF_EXPERTS
+    ]
+    offers = options.find((ChunkShape(tuple(groups)),))
+    assert {offer.name for offer in offers} == offered
+    for layer in range(4):
+        of_layer = [offer for offer in offers if {slot.layer for slot in offer.replaces} == {layer}]
+        for number in range(len(of_layer) + 1):
+            for chosen in combinations(of_layer, number):
+                options.apply(Choices(recomputed=frozenset().union(*(offer.replaces for offer in chosen))))
+                on = {(option.switch.layer, option.switch.name) for option in options._options if option.switch.is_on}
+                assert on == {(layer, offer.name) for offer in chosen}
+    options.restore()
+
+
 # What is not safe -> kind of the model, its settings, and the recomputations that are refused, by a part of the reason.
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "full recomputation": (
         "mixed",
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        dict.fromkeys([*NORMS, "core_attn", "mlp", "moe"], "whole layers already"),
+        full(),
+        dict.fromkeys([*NORMS, "core_attn", "mlp", "moe"], "recomputes whole layers"),
     ),
     "biases": ("dense", {}, {"mlp": "add_bias_linear"}),
     "norms of several operations": ("mixed", LATENT, dict.fromkeys(NORMS, "several operations")),

@@ -18,14 +18,13 @@ from offload_engine import ChunkOffloadHandler, OffloadConfig
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.parity import SAVES_COPIES, Case, run_with, run_without
+from tests.dist.settings import GROUPED, OVERLAP, SHARED, selective
 from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, HIDDEN, MICRO_BATCH, SEQUENCE, make_chunks, make_config, run, stats_of, step
 
 TOKENS = SEQUENCE * MICRO_BATCH
 INPUT = TOKENS * HIDDEN * 4  # bytes of a hidden activation
 ROUTED = 2 * TOKENS  # to two experts each
-SHARED = {"moe_shared_expert_intermediate_size": 32}
-GROUPED = {"moe_grouped_gemm": True}
 LATENTS = TOKENS * 4 * (16 + (8 + 8) + 8) + SEQUENCE * 8 * 4  # of queries, of keys with their position, normed; rotary
 
 # Name, what is recomputed, the model, groups that leave in two microbatches, and bytes of each.
@@ -45,7 +44,7 @@ INPUTS: list[tuple[str, str, str, dict[str, Any], int, int]] = [
 @on_ranks()
 def test_it_leaves() -> None:
     for name, module, kind, model, num, nbytes in INPUTS:
-        case = Case(kind, [name], settings={**model, **_recomputing(module)})
+        case = Case(kind, [name], settings=selective(module, **model))
         expected = run_without(case, [2])
         with adversarial_device(1) as device:
             (stats,) = run_with(case, [2], expected)
@@ -59,7 +58,7 @@ def test_it_leaves() -> None:
 @on_ranks()
 def test_queries_keys_and_values_leave() -> None:
     """Beside them the kernel's checkpoint keeps a number that the host reads, which on a GPU is not on the device."""
-    case = Case("mixed", ["core_attn"], settings=_recomputing("core_attn"))
+    case = Case("mixed", ["core_attn"], settings=selective("core_attn"))
     (stats,) = run_with(case, [2], run_without(case, [2]))
     mask = SEQUENCE * SEQUENCE
     assert stats.num_offloaded_groups == 6
@@ -70,7 +69,7 @@ def test_queries_keys_and_values_leave() -> None:
 @on_ranks()
 def test_projections_beside_a_recomputed_one() -> None:
     """`qkv_linear` is all of them: the input of those to the latents, and what the recomputed ones start from."""
-    case = Case("dense", ["qkv_linear"], settings={**LATENT, **_recomputing("mla_up_proj")})
+    case = Case("dense", ["qkv_linear"], settings=selective("mla_up_proj", **LATENT))
     (stats,) = run_with(case, [2], run_without(case, [2]))
     assert stats.copied_in_bytes == stats.copied_out_bytes >= 6 * LATENTS + 6 * INPUT
     assert stats.num_viewed_storages == 0
@@ -99,7 +98,6 @@ UPSTREAM_OVERLAP = [
     (True, True, OWN_NORM),
     (True, False, OWN_NORM),
 ]
-OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def test_megatron_cores_own_cases(cases: list[Any], overlap: dict[str, Any], sha
     references: dict[tuple[bool, bool], dict[str, str]] = {}
     for has_experts, has_latents, names in cases:
         kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
-        settings = {**overlap, **_recomputing(*(["layernorm", "moe_act"] if has_experts else ["layernorm"]))}
+        settings = {**overlap, **selective(*(["layernorm", "moe_act"] if has_experts else ["layernorm"]))}
         settings.update({**(LATENT if has_latents else {}), **(GROUPED if has_experts else {})})
         recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1}
         change = None if has_latents else _with_the_norm_inside
@@ -153,9 +151,5 @@ def test_the_input_is_needed_when_the_recomputation_begins() -> None:
         mock.patch.object(ChunkOffloadHandler, "on_group_commit_backward", note),
         apply(ALL, modules=["attn_norm", "core_attn", "attn_proj"]),
     ):
-        run(make_chunks(make_config("mixed", **_recomputing("layernorm"))), 1)
+        run(make_chunks(make_config("mixed", **selective("layernorm"))), 1)
     assert order == 4 * ["attn_norm", "attn_proj", "core_attn"]
-
-
-def _recomputing(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}

@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_patches import apply
 from megatron_patches._model.graphs import may_be_recorded
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
-from tests.dist.logged import messages
-from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run
+from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, messages, run
 
 NUM_STEPS = 4
 

@@ -12,8 +12,8 @@ import torch
 from megatron_patches import apply
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks
-from tests.dist.logged import messages
-from tests.dist.tiny import ALL, NUM_LAYERS, make_chunks, make_config, run, stats_of, step
+from tests.dist.settings import selective
+from tests.dist.tiny import ALL, NUM_LAYERS, make_chunks, make_config, messages, run, stats_of, step
 
 NAMES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 RECIPE: dict[str, Any] = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
@@ -28,7 +28,7 @@ FROM_19 = pytest.mark.skipif(
         pytest.param(NAMES, {}, id="all"),
         pytest.param(
             ["qkv_linear", "moe_act"],
-            {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "core_attn"]},
+            selective("layernorm", "core_attn"),
             id="one of them discarded",
         ),
     ],
@@ -87,7 +87,7 @@ def _train(recipe: dict[str, Any]) -> tuple[list[int], str]:
     kept = {name: value for name, value in recipe.items() if "recompute" in name}
     expected = step(make_chunks(make_config("moe", **kept)), 4)
     said, moved = _listen(), []
-    with apply(ALL) as handle:
+    with apply(ALL, has_report=False) as handle:
         chunks = make_chunks(make_config("moe", **recipe, offload_engine=True))
         assert not chunks[0].config.fine_grained_activation_offloading
         for _ in range(2):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.programs import run_program
-from tests.dist.trainer import EXAMPLES, Run, train
+from tests.dist.programs import EXAMPLES, Run, run_program, train
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
@@ -114,11 +113,9 @@ def test_the_record_and_the_timeline_of_a_step(directory: Path) -> None:
     result = run(directory, f"{PP2} --timeline-json {path} --timeline-step 3", num_ranks=2)
     timeline, step = json.loads(path.read_text()), result.steps[-1]
     assert [step["step"] for step in result.steps] == [1, 2, 3] and timeline["step"] == 3
-    assert {"loss", "grad_norm", "step_ms", "offload", "ranks"} <= step.keys()
     assert [figures["rank"] for figures in step["ranks"]] == [0, 1]
     for rank, figures in zip(timeline["ranks"], step["ranks"], strict=True):
         assert figures["rss_peak_bytes"] > 0
-        assert {"copied_out_bytes", "copied_in_bytes", "host_bytes", "prefetch_misses"} <= figures["offload"].keys()
         assert max(nbytes for _, nbytes in rank["timeline"]) == figures["offload"]["peak_resident_saved_bytes"] > 0
         assert rank["timeline"][-1][1] == 0
         kinds = [kind for kind, _, _ in rank["spans"]]
@@ -143,30 +140,16 @@ def test_a_resumed_run_repeats_every_bit(directory: Path, num_ranks: int, flags:
     assert [step["step"] for step in rest.steps] == [3, 4, 5]
 
 
-def test_evaluation_leaves_training_alone(directory: Path) -> None:
-    plain = run(directory)
-    evaluated = run(directory, "--eval-at-start --eval-interval 1 --eval-iters 2")
-    assert evaluated.curve == plain.curve
-    assert all(4 < step["validation_loss"] < 7 for step in evaluated.steps)
-    assert "before the first step: validation loss" in evaluated.output
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--data-path nowhere/text", "nowhere/text.bin does not exist"),
-        ("--split 100,0,0 --eval-interval 1", "leaves no documents for validation"),
         ("--pipeline-model-parallel-size 2", "1 processes: world_size (1) is not divisible by 2"),
         ("--global-batch-size 3 --micro-batch-size 2", "batch size (3) is not divisible by micro batch size (2)"),
         ("--load nowhere", "there is no checkpoint in nowhere"),
         (
             "--offload-dir . --offload-resident-bytes 0",
             "--offload-resident-bytes, --offload-dir without --offload-activation",
-        ),
-        ("--metrics-json no_such_directory/metrics.json", "there is no directory no_such_directory"),
-        (
-            "--offload-activation --offload-modules router_fc1",
-            "--offload-modules matches nothing in this model",
         ),
     ],
 )

@@ -13,9 +13,9 @@ from megatron_patches import apply
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.saved_storages import innermost_hooks, num_passing
+from tests.dist.settings import OVERLAP, selective
 from tests.dist.tiny import ALL, make_chunks, make_config, run
 
-OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 WAYS = pytest.mark.parametrize(
     ("settings", "shape"),
     [pytest.param({}, Pipeline(), id="called"), pytest.param(OVERLAP, Pipeline(expert=2), id="as nodes of a plan")],
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "further tokens": ("moe", {"mtp_num_layers": 1}),
     "recomputed": (
         "mixed",
-        {"moe_layer_freq": [0, 1], "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        selective("core_attn", "mlp", moe_layer_freq=[0, 1]),
     ),
 }
 

@@ -11,11 +11,11 @@ import torch
 from megatron_patches import apply
 from offload_engine import FixedBounds
 from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.settings import selective
 from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of
 
 BEFORE_THE_EXPERTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 GENEROUS = ALL.replace(policy=FixedBounds(max_inflight_bytes=1 << 30))
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]
     [
         pytest.param("mixed", {}, ["router"], id="alltoall, and dense layers"),
         pytest.param("moe", {"moe_token_dispatcher_type": "allgather"}, ["router"], id="allgather"),
-        pytest.param("moe", RECOMPUTED, [], id="recomputed"),
+        pytest.param("moe", selective("moe"), [], id="recomputed"),
     ],
 )
 @on_ranks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -148,6 +149,20 @@ def engine_of(handle: Handle) -> OffloadEngine:
 def decoder_of(chunk: torch.nn.Module) -> Any:
     """Return the decoder of a model chunk, wrapped or not."""
     return unwrap(chunk).decoder
+
+
+def messages() -> list[str]:
+    """Get every message of `megatron_patches` from now on, until the process ends: pytest sees none of a rank's."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_patches").addHandler(handler)
+    return records
+
+
+def num_hooks(chunks: list[torch.nn.Module]) -> int:
+    """Count the hooks around forwards."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for chunk in chunks for m in chunk.modules())
 
 
 def stats_of(handle: Handle) -> IterationStats:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of which TransformerEngine captures a part in CUDA graphs: that and the rest are offloaded, bit by bit."""
+"""Layers of which TransformerEngine captures a part in CUDA graphs: that and the rest are offloaded, bit by bit.
+
+Among the cases are those of megatron-core's own test of its offload beside graphs, as recipes that are taken over.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from tests.dist.launch import Pipeline
 from tests.gpu.parity import deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
+from tests.gpu.test_module_names import LATENT
 from tests.program_order import edges_of, unordered
 
 if TYPE_CHECKING:
@@ -27,7 +31,11 @@ EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 1024}
 DENSE: dict[str, Any] = {name: None for name in EXPERTS}
 OVERLAP: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True}
 RECOMPUTED: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-
+LATENTS_RECOMPUTED: dict[str, Any] = {
+    **LATENT,
+    "recompute_granularity": "selective",
+    "recompute_modules": ["layernorm", "mla_up_proj", "moe_act"],
+}
 
 OUTSIDE = [
     (["moe_router"], ["qkv_linear", "core_attn", "attn_proj", "experts"]),
@@ -45,9 +53,33 @@ INSIDE = [
         RECOMPUTED,
         id="recomputed norms",
     ),
+    pytest.param(
+        ["attn", "moe_router", "moe_preprocess"],
+        ["attn_proj", "mlp_norm", "expert_fc1", "moe_act"],
+        LATENTS_RECOMPUTED,
+        id="recomputed projections from latents",
+    ),
     pytest.param(["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="dense layers"),
     pytest.param([], [*ATTENTION, *MLP], DENSE, id="whole layers"),
 ]
+_ATTENTION, _ALL = ["core_attn", "attn_proj"], ["core_attn", "attn_proj", "expert_fc1", "moe_act"]
+_ROUTER, _PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
+# Of megatron-core's own test: captured scopes, names, whether attention has latents, the fraction to offload, and
+# whether copies wait for the next replay.
+UPSTREAM = [
+    (_ROUTER, _ATTENTION, False, 1.0, True),
+    (_PREPROCESS, ["expert_fc1", "moe_act"], False, 1.0, True),
+    (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 1.0, True),
+    (_ROUTER, _ALL, False, 1.0, True),
+    (_PREPROCESS, ["core_attn", "expert_fc1", "moe_act"], False, 1.0, True),
+    (_PREPROCESS, _ALL, True, 1.0, True),
+    (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 0.0, True),
+    (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 0.5, True),
+    (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 1.0, False),
+]
+SEGMENT = 20 << 20
+"""The step in which the allocator reserves memory for buffers of a few MiB."""
+AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
 # Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
 SEVERAL = [
     pytest.param(Pipeline(2), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="1F1B"),
@@ -75,6 +107,51 @@ def test_captured_modules_of_several_ranks_are_offloaded(
     shape: Pipeline, scopes: list[str], names: list[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
 ) -> None:
     ranks_of(2).run(_check, scopes, names, settings, True, shape=shape)
+
+
+@pytest.mark.parametrize(("scopes", "names", "has_latents", "fraction", "is_delayed"), UPSTREAM)
+def test_recipes_beside_graphs(
+    scopes: list[str],
+    names: list[str],
+    has_latents: bool,
+    fraction: float,
+    is_delayed: bool,
+    ranks_of: Callable[[int], GpuRanks],
+) -> None:
+    ranks_of(1).run(_check_recipe, scopes, recipe(names, fraction, is_delayed), LATENT if has_latents else {})
+
+
+def recipe(names: list[str], fraction: float, is_delayed: bool) -> dict[str, Any]:
+    """Return the settings of megatron-core's own offload in one of its cases."""
+    return {
+        **{"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1024},
+        **{"activation_offload_fraction": fraction, "delay_offload_until_cuda_graph": is_delayed},
+    }
+
+
+def _check_recipe(scopes: Sequence[str], settings: dict[str, Any], model: dict[str, Any]) -> None:
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as incumbent
+
+    from megatron_patches import apply
+    from offload_engine import OffloadConfig
+
+    with deterministic_algorithms(warn_only=True):
+        interface = incumbent.FineGrainedActivationOffloadingInterface
+        interface.reset_instance()
+        # That of 0 ends in an assertion of its own where a step has several microbatches.
+        theirs = _train(scopes, {**model, **settings}) if settings["activation_offload_fraction"] else None
+        interface.reset_instance()
+        expected = run_twice(lambda: _train(scopes, model), lambda a, b: a.bits == b.bits)
+        with apply(OffloadConfig(), replace_fine_grained=True) as handle:
+            got = _train(scopes, {**model, **settings}, handle)
+    bits = zip(expected.bits, got.bits, strict=True)
+    wrong = [[name for name in a if a[name] != b[name]] for a, b in bits]
+    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    assert got.peak_bytes <= expected.peak_bytes + SEGMENT, (expected.peak_bytes, got.peak_bytes)
+    if theirs is not None:
+        of_layer = (got.copied_bytes + got.eager_bytes) // SIZES["num_layers"]
+        peaks = expected.peak_bytes, got.peak_bytes, theirs.peak_bytes
+        assert got.peak_bytes <= theirs.peak_bytes + AHEAD * of_layer + SEGMENT, (peaks, of_layer)
 
 
 def _check(scopes: Sequence[str], names: Sequence[str], settings: dict[str, Any], is_inside: bool) -> None:
@@ -105,7 +182,11 @@ class _Trained(NamedTuple):
     """Captured modules are offloaded."""
     copied_bytes: int = 0
     """That captured modules save in a pass."""
+    eager_bytes: int = 0
+    """That other modules save in a microbatch of the last step."""
     slot_bytes: int = 0
+    peak_bytes: int = 0
+    """The most that was reserved in the last step, above what was there before the model."""
 
 
 def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | None = None) -> _Trained:
@@ -136,6 +217,8 @@ def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | Non
     graphs = TECudaGraphHelper(chunks, config, SEQUENCE, MICRO_BATCH)
     steps: list[dict[str, str]] = []
     found = _Trained(steps)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     try:
         for step in range(NUM_STEPS):
             if step == NUM_WARMUP_STEPS:
@@ -143,9 +226,14 @@ def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | Non
                     graphs.create_cudagraphs()
                 found = found._replace(held_bytes=peak())
                 assert all(layer.cuda_graphs for layer in graphs.flattened_callables), "nothing was captured"
+            if step == NUM_STEPS - 1:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
             steps.append(fingerprint(chunks, run(chunks, NUM_MICROBATCHES)))
             _check_stats(handle)
+        found = found._replace(peak_bytes=torch.cuda.max_memory_reserved() - before)
         if handle is not None and handle.engine is not None:
+            found = found._replace(eager_bytes=handle.engine.stats.copied_out_bytes // NUM_MICROBATCHES)
             for layers in handle.engine.graphs.layers:
                 assert not unordered(layers, edges_of(layers))
                 found = found._replace(

@@ -121,7 +121,7 @@ def _names_of_all(models: Sequence[dict[str, Any]]) -> set[str]:
 def _names(settings: dict[str, Any]) -> list[str]:
     """List names that such a model has and that do not conflict with its recomputation."""
     from megatron_patches._model.sites import own_norms, survey
-    from tests.dist.names import is_refused
+    from tests.dist.settings import is_refused
 
     config, chunks = _make(settings)
     sites, norms = survey(chunks).sites, own_norms(chunks)
@@ -142,7 +142,7 @@ def _check_together(settings: dict[str, Any]) -> None:
 
 
 def _together(names: list[str]) -> list[list[str]]:
-    from tests.dist.names import leaves
+    from tests.dist.settings import leaves
 
     return [names] if leaves(names) in (names, []) else [names, leaves(names)]
 

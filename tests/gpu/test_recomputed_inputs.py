@@ -26,16 +26,19 @@ EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 1024}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
 BUFFERS = 2 << 20  # bytes that other buffers than activations may take at the peak
 AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
+# Under the overlap a forward runs beside that backward, and as many of its groups may be on their way out.
+AHEAD_BESIDE_FORWARD = 2 * AHEAD
 
 
 @pytest.mark.parametrize(("has_experts", "has_latents", "names"), UPSTREAM)
 def test_cases(has_experts: bool, has_latents: bool, names: list[str], ranks_of: Callable[[int], GpuRanks]) -> None:
-    ranks_of(1).run(_check, _settings(has_experts, has_latents), names, 1, shape=Pipeline())
+    ranks_of(1).run(_check, _settings(has_experts, has_latents), names, 1, AHEAD, shape=Pipeline())
 
 
 @pytest.mark.parametrize(("has_latents", "names"), [case[1:] for case in UPSTREAM_OVERLAP])
 def test_cases_of_the_overlap(has_latents: bool, names: list[str], ranks_of: Callable[[int], GpuRanks]) -> None:
-    ranks_of(2).run(_check, {**_settings(True, has_latents), **OVERLAP}, names, 2, shape=Pipeline(expert=2))
+    settings = {**_settings(True, has_latents), **OVERLAP}
+    ranks_of(2).run(_check, settings, names, 2, AHEAD_BESIDE_FORWARD, shape=Pipeline(expert=2))
 
 
 def _settings(has_experts: bool, has_latents: bool) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def _settings(has_experts: bool, has_latents: bool) -> dict[str, Any]:
     }
 
 
-def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) -> None:
+def _check(settings: dict[str, Any], names: list[str], num_microbatches: int, ahead: int) -> None:
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as incumbent
 
     from megatron_patches import apply
@@ -67,7 +70,7 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) ->
     assert (stats.num_storages_left, stats.num_viewed_storages) == (0, 0)
     of_layer = stats.copied_out_bytes // num_microbatches // SIZES["num_layers"]
     peaks = without[1], got[1], theirs
-    assert got[1] < without[1] and got[1] <= theirs + AHEAD * of_layer + BUFFERS, (peaks, of_layer)
+    assert got[1] < without[1] and got[1] <= theirs + ahead * of_layer + BUFFERS, (peaks, of_layer)
 
 
 def _steps(

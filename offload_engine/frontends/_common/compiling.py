@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for torch.compile: functions that it must not trace, and code that it must not run."""
+"""Keeps torch.compile away from functions that it must not trace and code that it must not run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 def untraced(function: _Function) -> _Function:
     """Return `function` excluded from torch.compile, which also compiles frames that run between its graphs."""
-    # torch.compiler imports the compiler, which takes seconds, so do not touch it if compile is not in use.
+    # torch.compiler imports the compiler, which takes seconds, so do not use it unless compile is in use.
     return torch.compiler.disable(function) if is_compiler_loaded() else function
 
 
@@ -27,14 +27,14 @@ def is_compiler_loaded() -> bool:
 
 
 def refuse_when_compiled(what: str) -> None:
-    """Raise in code that torch.compile runs: a graph break here would change the last bits.
+    """Raise an error in code that torch.compile runs: a graph break here would change the last bits.
 
     Args:
-        what: begins the message.
+        what: subject of the message.
 
     Raises:
-        OffloadError: in such code. While tracing, it makes the compiler run the caller eagerly; that run raises it to
-            the user.
+        OffloadError: in such code. Raised during tracing, it makes the compiler run the caller eagerly, and that run
+            raises it to the user.
     """
     if is_compiled():
         raise OffloadError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the device on which a model has its activations."""
+"""Finds the device of a model's activations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from offload_engine.frontends._common.weights import weights_of
 
 
 def device_for(parts: Iterable[nn.Module | torch.Tensor], config: OffloadConfig) -> Device | None:
-    """Return the device that a model computes on; None: the engine's default.
+    """Return the device on which a model computes; None: the engine's default.
 
     The default is the current GPU, which is wrong for a model on another GPU, or on the CPU of a machine with a GPU.
 
     Args:
-        parts: of the model: modules, or weights.
+        parts: modules or weights of the model.
         config: has the directory of the host tier.
     """
     if not torch.cuda.is_available():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AutomaticGroups`: groups by size, without marks in the model or in its graph."""
+"""`AutomaticGroups`: forms groups by size, without marks in the model or in its graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload_engine._compat.own_hooks import OwnHooks, take_off
+from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
@@ -33,10 +33,10 @@ def check_group_bytes(group_bytes: int | None) -> None:
 
 
 class SavedInGroup(NamedTuple):
-    """What autograd keeps for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
+    """Kept by autograd for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
 
     packed: PackedTensor
-    group: TensorGroup | None  # None: saved outside of all groups
+    group: TensorGroup | None  # None: saved outside all groups
     chunk: ChunkOffloadHandler
 
     def unpack(self) -> torch.Tensor:
@@ -44,7 +44,7 @@ class SavedInGroup(NamedTuple):
 
         Raises:
             CopyError: if a copy has failed.
-            RuntimeError: if the tensor was modified in place since it was saved, as autograd itself would.
+            RuntimeError: as autograd itself, if the tensor was modified in place since it was saved.
         """
         return unpack_in_group(self.packed, self.group, self.chunk)
 
@@ -59,8 +59,8 @@ def unpack_in_group(packed: PackedTensor, group: TensorGroup | None, chunk: Chun
 class AutomaticGroups:
     """Opens a group with the first saved tensor and closes it when it has enough bytes.
 
-    The backward of a group begins when one of its tensors is unpacked. Unpacking in another order than the reverse of
-    saving costs time and nothing else.
+    The backward of a group begins when one of its tensors is unpacked. To unpack in an order other than the reverse of
+    saving only costs time.
 
     The last group of a forward stays open: it stays on the device if its backward comes next, and is copied out if
     another forward comes first.
@@ -69,7 +69,7 @@ class AutomaticGroups:
         session: turns forwards into chunks. The chunk of a forward starts with its first saved tensor, unless
             `Session.start_forward` was called before.
         group_bytes: a group that has saved this many bytes, each storage once, is closed before the next storage; None:
-            groups are closed by `close_group` only.
+            only `close_group` closes groups.
     """
 
     def __init__(self, session: Session, group_bytes: int | None) -> None:
@@ -81,14 +81,14 @@ class AutomaticGroups:
     def hooks(self) -> OwnHooks:
         """Return a context manager: tensors that autograd saves inside it go into groups.
 
-        Call it outside the last one: what an interrupt has left of that is taken off the stack.
+        Call it outside the last one: hooks that an interrupt has left of that one are popped.
         """
-        self.take_off_left()
+        self.pop_leftover()
         return OwnHooks(untraced(self.pack), untraced(self.unpack))
 
-    def take_off_left(self) -> None:
-        """Take the hooks off the stack that an interrupt has left there, where none are entered."""
-        take_off(lambda unpack: inspect.unwrap(unpack) == self.unpack)
+    def pop_leftover(self) -> None:
+        """Pop hooks that an interrupt has left on the stack. Call it while none are entered."""
+        pop_own(lambda unpack: inspect.unwrap(unpack) == self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
         """Pack a saved tensor; return what autograd keeps.
@@ -121,15 +121,15 @@ class AutomaticGroups:
             return
         if chunk.groups.innermost.storages and not self.session.engine.failures.has_failed:
             chunk.close_group()
-        else:  # its graph was dropped, or a copy failed and it cannot run backward
+        else:  # its graph was dropped, or cannot run backward because a copy failed
             chunk.abandon_group()
 
     def end_forward(self) -> None:
-        """Called when a forward is over; the next saved tensor starts another one."""
+        """End a forward; the next saved tensor starts another one."""
         self.session.end_forward()
 
     def abandon_forward(self) -> None:
-        """Called when a forward raised; abandon its open groups."""
+        """Abandon the open groups of a forward that raised."""
         self.session.abandon_forward()
         self._chunk = None
 
@@ -140,7 +140,7 @@ class AutomaticGroups:
             chunk = self._chunk = chunk or self.session.start_saving()
         group = chunk.groups.innermost
         if group is not None and self._is_full(group) and chunk.hooks.would_start_storage(tensor):
-            chunk.close_group()  # not earlier: only now is it known that this is not the last group, which stays
+            chunk.close_group()  # only now is it known that this is not the last group, which stays
             group = None
         if group is None:
             group = chunk.open_group("saved tensors")

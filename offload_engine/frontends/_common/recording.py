@@ -10,7 +10,7 @@ from offload_engine.engine import OffloadEngine
 
 
 class RecordsSteps(ABC):
-    """Records steps of the engine that a handle has, and reports them."""
+    """Records steps of a handle's engine, and reports them."""
 
     @property
     @abstractmethod
@@ -18,14 +18,14 @@ class RecordsSteps(ABC):
         """Return the engine that moves the tensors."""
 
     def __str__(self) -> str:
-        """Return what the last step did, as one line: `print(handle)`."""
+        """Return one line about the last step: `print(handle)`."""
         return f"{type(self).__name__}: {self.engine}"
 
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next step that begins; see docs/observe.md.
 
         Args:
-            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
+            file: path to write; `{rank}` and `{step}` in the name are replaced. None: record for `report` only.
         """
         self.engine.record(file)
 

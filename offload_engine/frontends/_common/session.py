@@ -33,8 +33,8 @@ class Session:
     possibly several forwards later. Tensors that autograd holds stay valid in any case. So two forwards before a
     backward, a retained graph, evaluation in between, a dropped graph and an exception are all safe.
 
-    A graph that is kept, as the output of an evaluation with gradients, must not join all steps to one iteration. So
-    the next forward also ends an iteration of which only chunks are left that are older than one whose backward has
+    A graph that is kept, such as the output of an evaluation with gradients, must not merge all steps into one
+    iteration. So the next forward also ends an iteration if all chunks left are older than one whose backward has
     begun. If the backward of such a chunk comes after all, its storages are copied in when they are read.
 
     Args:
@@ -45,7 +45,7 @@ class Session:
         owns_iterations: False: the caller begins and ends iterations on the engine, and forwards only become chunks.
 
     Attributes:
-        chunk: of the running forward; None between forwards.
+        chunk: chunk of the running forward; None between forwards.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Session:
         self._is_closed = False
         self._is_checked = False  # `warn_if_idle` has run
         self._noted_tasks: set[int] = set()  # running backwards that will call `_end_backward`
-        self._numbers: dict[ChunkOffloadHandler, int] = {}  # of the chunks of this iteration, in order
+        self._numbers: dict[ChunkOffloadHandler, int] = {}  # numbers the chunks of this iteration, in order
         self._reached = -1  # the highest number of a chunk whose backward has begun
         self._in_backward: ChunkOffloadHandler | None = None  # the chunk that was read last
         self._has_left = False  # graphs of earlier iterations held saved tensors when this one began
@@ -76,7 +76,7 @@ class Session:
         """Start a chunk, and an iteration if none is open, for a forward that begins.
 
         Args:
-            key: of the chunk; None: the next microbatch of stage 0.
+            key: key of the chunk; None: the next microbatch of stage 0.
 
         Returns:
             The chunk. None under `no_grad`, while a backward runs (recomputation), inside another forward of this
@@ -101,11 +101,11 @@ class Session:
         return self.chunk
 
     def end_forward(self) -> None:
-        """Called when a forward is over. A group that is still open may be closed later. Idempotent."""
+        """End a forward. A group that is still open may be closed later. Idempotent."""
         self.chunk = None
 
     def abandon_forward(self) -> None:
-        """Called when a forward raised: abandon its open groups. Tensors that autograd holds stay valid."""
+        """Abandon the open groups of a forward that raised. Tensors that autograd holds stay valid."""
         explain(self.engine, sys.exception())
         chunk, self.chunk = self.chunk, None
         while chunk is not None and chunk.groups.innermost is not None:
@@ -125,13 +125,13 @@ class Session:
             self.end_forward()
 
     def note_backward(self, chunk: ChunkOffloadHandler | None = None) -> None:
-        """Called when a saved tensor is unpacked: queue a callback for the end of the running backward. Idempotent.
+        """Queue a callback for the end of the running backward, when a saved tensor is unpacked. Idempotent.
 
         A nested backward (reentrant checkpointing) ends before the outer one; each has its own callback, and the one
         that finds no saved tensor left ends the iteration.
 
         Args:
-            chunk: that saved the tensor; None: of no chunk.
+            chunk: the chunk that saved the tensor; None: no chunk did.
         """
         task = _current_graph_task()
         if not self._owns_iterations or task == -1:
@@ -167,13 +167,13 @@ class Session:
         """Check that `close` has not been called.
 
         Args:
-            made_by: the call that made what has this session, and makes another.
+            made_by: the call that made the owner of this session, for the error.
 
         Raises:
-            OffloadError: if it has.
+            OffloadError: if it has been called.
         """
         if self._is_closed:
-            raise OffloadError(f"this offload is over, by its close() or remove(): call {made_by} again for a new one")
+            raise OffloadError(f"this offload was ended by close() or remove(): call {made_by} again for a new one")
 
     def _begin_if_over(self) -> None:
         engine = self.engine
@@ -185,13 +185,13 @@ class Session:
                 return
             else:
                 self._end_unused()
-        self._noted_tasks.clear()  # left over from backwards that raised, whose callbacks never run
+        self._noted_tasks.clear()  # some are of backwards that raised, whose callbacks never run
         self._forget_chunks()
         self._has_left = engine.has_saved
         engine.begin_iteration(weights=self._weights() if self._weights is not None else ())
 
     def _is_over(self) -> bool:
-        """Return whether no backward of this iteration is to be expected, when a forward begins."""
+        """Return whether, when a forward begins, no more backward of this iteration is expected."""
         if not self.engine.has_saved:
             return True
         newest = self._newest_left()
@@ -208,11 +208,11 @@ class Session:
         self._reached, self._in_backward = -1, None
 
     def _end_unused(self) -> None:
-        """End an iteration whose graphs were dropped without a backward, are kept, or saved nothing that could move."""
+        """End an iteration whose graphs were dropped without a backward, are kept, or saved nothing movable."""
         try:
             self.engine.end_iteration()
         except CopyError as error:
-            logger.warning("a copy failed whose data was no longer needed: %s", error)
+            logger.warning("a copy of data that was no longer needed failed: %s", error)
             self.engine.reset_iteration()
 
     def _end_backward(self, task: int) -> None:
@@ -225,5 +225,5 @@ class Session:
 
 
 def is_in_backward() -> bool:
-    """Return whether autograd runs this code (recomputation, say): tensors saved here are used at once."""
+    """Return whether autograd runs this code, for instance a recomputation: tensors saved here are used at once."""
     return _current_graph_task() != -1

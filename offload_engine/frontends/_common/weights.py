@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells weights among saved tensors: they never move, because the model holds them through the whole step."""
+"""Recognizes weights among saved tensors: they never move, because the model holds them through the whole step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CAST_OR_VIEW: Final[Any] = torch_private.VIEW_NODES | {_CAST}
 
 
 def may_move(tensor: torch.Tensor) -> bool:
-    """Return False for a leaf that receives a gradient, a parameter, a view of either, or a cast copy; else True.
+    """Return False for a leaf that receives a gradient, a parameter, a view of either, or a cast copy.
 
-    A cast copy is made by autocast of a weight, or a view of one, and mostly cached until its region ends. A weight
-    without a gradient gets a new copy at each use, which may move like an activation.
+    Autocast makes a cast copy of a weight or of a view, and mostly caches it until its region ends. A weight without a
+    gradient gets a new copy at each use, which may move like an activation.
     """
     base = tensor._base if tensor._is_view() else tensor
     assert base is not None

@@ -19,22 +19,22 @@ _NAMES: Final = ("past_key_values", "past_key_value", "layer_past", "cache_param
 _PARTS: Final = ("self_attention_cache", "cross_attention_cache")  # of a cache of an encoder and a decoder
 
 _DROPPED = (
-    "the layers are given an empty cache of keys and values, first %s. It is not filled, because enable_ckpt=True "
+    "the layers receive an empty cache of keys and values, first %s. It is not filled, because enable_ckpt=True "
     "computes each layer twice; use_cache=False avoids making it"
 )
 _REFUSED = (
-    "{} is given a cache of keys and values as {} ({}), which is not empty or has a fixed size. enable_ckpt=True "
+    "{} receives a cache of keys and values as {} ({}) that is not empty or has a fixed size. enable_ckpt=True "
     "computes the layer twice, and would append to it twice: use enable_ckpt=False, or pass no cache."
 )
 
 
 class LayerCaches:
-    """Finds the caches that one layer is given, by position or by name: a second run would append to them again.
+    """Finds the caches that are passed to one layer, by position or by name: a second run would append to them again.
 
     An argument is a cache if it has the name of one, or the methods of one (`get_seq_length` and `update`).
 
     Args:
-        layer: whose forward names the arguments.
+        layer: its forward names the arguments.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -42,13 +42,13 @@ class LayerCaches:
         self._index = _index_in_caches(layer)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Iterate over the names and values of the caches; what has no name comes with an empty one."""
+        """Iterate over the names and values of the caches; the name is empty if there is none."""
         for name, value in (*self._named(args), *kwargs.items()):
             if _is_cache(name, value):
                 yield name, value
 
     def are_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the layer is given any."""
+        """Return whether any cache is passed to the layer."""
         return any(True for _ in self.find(args, kwargs))
 
     def without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -57,9 +57,9 @@ class LayerCaches:
         return left, {name: _replaced(name, value) for name, value in kwargs.items()}
 
     def is_empty(self, cache: Any) -> bool:
-        """Return whether the layer computes the same without this cache: it holds nothing yet of this layer.
+        """Return whether the layer computes the same without this cache, which has no data of this layer yet.
 
-        One of a fixed size is not empty: masks are made for all of it.
+        A cache of a fixed size is not empty: masks are made for all of it.
         """
         parts = [getattr(cache, name) for name in _PARTS if hasattr(cache, name)]
         if parts:
@@ -69,7 +69,7 @@ class LayerCaches:
         entries = getattr(cache, "layers", None)
         if not isinstance(entries, list):
             return not cache.get_seq_length()
-        # Of other layers it may hold something: of those before this one that are not checkpointed.
+        # It may have data of earlier layers that are not checkpointed.
         own = entries if self._index is None else entries[self._index : self._index + 1]
         return not any(hasattr(entry, "max_cache_len") or _holds_tensors(entry.__dict__) for entry in own)
 
@@ -78,7 +78,7 @@ class LayerCaches:
 
 
 class DroppedCaches:
-    """Decides about the caches that the checkpointed layers of one model are given: empty ones may be dropped."""
+    """Decides about the caches passed to the checkpointed layers of one model: empty ones may be dropped."""
 
     def __init__(self) -> None:
         self._has_logged = False
@@ -100,14 +100,14 @@ class DroppedCaches:
 def _names_by_position(forward: Callable[..., Any]) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # it has none, as a function written in C
+    except (TypeError, ValueError):  # no signature, as of a function written in C
         return ()
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(parameter.name for parameter in parameters if parameter.kind in by_position)
 
 
 def _index_in_caches(layer: nn.Module) -> int | None:
-    """Return the number under which a layer of Hugging Face's finds its part of a cache; None if it has none."""
+    """Return the index under which a Hugging Face layer finds its part of a cache; None if it has none."""
     numbers = (module.__dict__.get("layer_idx") for module in layer.modules())
     return next((number for number in numbers if isinstance(number, int)), None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers read and never offload: weights that FSDP gathers, and inputs that all layers share."""
+"""Excludes tensors that layers read and never offload: weights that FSDP gathers, and inputs that all layers share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from offload_engine.engine import OffloadEngine
 def exclude_weights(engine: OffloadEngine, unit: nn.Module) -> None:
     """Exclude the storages of a unit's parameters, after FSDP has gathered them: they stay on the device.
 
-    FSDP resizes and fills these storages itself: a storage that the engine held could change at any time, and there is
-    nothing to gain. Most are recognized as views of parameters when packed. But a custom Function may save a detached
-    alias, and a gathered storage is not the sharded one that the session knows as a weight.
+    FSDP resizes and fills these storages itself, so a storage held by the engine could change at any time, and a copy
+    would gain nothing. Most are recognized as views of parameters when packed. But a custom Function may save a
+    detached alias, and a gathered storage is not the sharded one that the session knows as a weight.
     """
     for weight in with_storage(unit.parameters()):
         engine.exclude(weight)
@@ -27,8 +27,8 @@ def exclude_weights(engine: OffloadEngine, unit: nn.Module) -> None:
 def exclude_shared_inputs(engine: OffloadEngine, *inputs: Any) -> None:
     """Exclude inputs without a gradient, such as masks and position embeddings, which all layers share.
 
-    The last layer, which stays, needs them when backward begins: they would be copied back before their copy-out had
-    finished.
+    The last layer, which stays, needs them when backward begins: they would be copied in before their copy-out was
+    complete.
 
     Args:
         engine: moves the saved tensors of the layers.

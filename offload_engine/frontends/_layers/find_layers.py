@@ -38,7 +38,7 @@ def check_strategy(model: nn.Module, strategy: str) -> None:
     """Check that `strategy` exists and that `model` is distributed by it.
 
     Raises:
-        ValueError: if not; names the strategies, or that of the model.
+        ValueError: if it is not; names the strategies, or that of the model.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; expected one of {', '.join(map(repr, STRATEGIES))}")
@@ -64,11 +64,11 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[La
     """Return the layers of `model`, in the order of its named modules.
 
     Args:
-        model: distributed already.
+        model: already distributed.
         layers: given by the user; None: the first that exist of: units of FSDP that are elements of a module list;
             units of FSDP below the model that contain modules (a lone embedding or head does not); elements of the
-            module list with the most parameters, see `_may_be_layers`. A warning says if these have less than half
-            of the model's, without embeddings.
+            module list with the most parameters, see `_may_be_layers`. A warning says if these have less than half of
+            the model's parameters, without embeddings.
 
     Raises:
         ValueError: if no layers are found, or a given module is not inside `model`, given twice, or never called.
@@ -87,7 +87,7 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[La
 
 
 def body_of(model: nn.Module, layers: Sequence[Layer]) -> nn.Module:
-    """Return the smallest module that runs all layers: it is called even if the caller bypasses the model."""
+    """Return the smallest module that runs all layers, which is called even if the caller bypasses the model."""
     path: list[str] = []
     for parts in zip(*(layer.name.split(".")[:-1] for layer in layers), strict=False):
         if len(set(parts)) > 1:
@@ -133,12 +133,12 @@ def _given_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[Layer]:
                 "modules in it, as layers=list(model.layers) does"
             )
     if not found:
-        raise ValueError("layers=[] names no layer: omit it to let the layers be found")
+        raise ValueError("layers=[] names no layer: omit it, and the layers are found")
     return found
 
 
 def _outermost_units(module: nn.Module, prefix: str = "") -> Iterator[tuple[Layer, nn.Module]]:
-    """Yield the outermost FSDP units below `module`, each with its parent; for a unit with a list of units, these."""
+    """Yield the outermost FSDP units below `module`, each with its parent; of a unit with a list of units, the list."""
     for name, child in module.named_children():
         layer = Layer(prefix + name, child)
         if not (_is_fsdp1(child) or _is_fsdp2(child)):
@@ -173,8 +173,8 @@ def _largest_list(model: nn.Module) -> list[Layer]:
 def _may_be_layers(modules: nn.ModuleList, half: float) -> bool:
     """Return whether a list may hold a model's layers: modules of one class, or of a few with most of the parameters.
 
-    Of a few classes means that one comes again, as attention and experts by turns. The stem, the trunk and the head of
-    a model may be in a list too, but the layers are in the trunk then.
+    With a few classes, one must recur, as when attention and experts alternate. The stem, the trunk and the head of a
+    model may be in a list, too, but then the layers are in the trunk.
     """
     if any(isinstance(module, NEVER_CALLED) for module in modules):
         return False
@@ -184,8 +184,8 @@ def _may_be_layers(modules: nn.ModuleList, half: float) -> bool:
 
 def _warn_of_little(model: nn.Module, layers: Sequence[Layer], share: float) -> None:
     logger.warning(
-        "the layers that were found, %s to %s, have %.0f%% of the parameters of this %s, without embeddings: what the "
-        "rest of it saves stays on the device. If these are not its layers, pass those with layers=[...].",
+        "the layers that were found, %s to %s, have %.0f%% of the parameters of this %s, without embeddings: tensors "
+        "that the rest of it saves stay on the device. If these are not its layers, pass them with layers=[...].",
         layers[0].name,
         layers[-1].name,
         100 * share,
@@ -194,9 +194,9 @@ def _warn_of_little(model: nn.Module, layers: Sequence[Layer], share: float) -> 
 
 
 def _num_elements(module: nn.Module) -> int:
-    """Return the number of elements of the parameters, without embeddings: these are large, but save next to nothing.
+    """Return the number of elements of the parameters, without embeddings, which are large but save next to nothing.
 
-    A head that is tied to an embedding is left out with it.
+    A head that is tied to an embedding does not count either.
     """
     parameters = set(module.parameters())
     for part in module.modules():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GroupHooks`: hooks on modules that torch.compile does not trace and that copies of the modules do not run."""
+"""`GroupHooks`: puts hooks on modules that torch.compile does not trace and that copies of the modules do not run."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ class GroupHooks:
         self._handles: list[RemovableHandle] = []
         self._traceable: list[GroupHook] = []  # on modules that may be compiled
 
-    def enclose_body(self, body: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
-        """Call `enter` before the forward of the module that runs the layers, and `leave` after it."""
+    def enclose_body(self, body: nn.Module, enter: Callable[..., None], exit: Callable[..., None]) -> None:
+        """Call `enter` before the forward of the module that runs the layers, and `exit` after it."""
         self._handles += [
             body.register_forward_pre_hook(GroupHook(enter), prepend=True),
-            body.register_forward_hook(GroupHook(leave), always_call=True),
+            body.register_forward_hook(GroupHook(exit), always_call=True),
         ]
 
     def enclose_layer(
-        self, layer: Layer, enter: Callable[..., None], leave: Callable[..., None], enter_unit: Callable[..., None]
+        self, layer: Layer, enter: Callable[..., None], exit: Callable[..., None], enter_unit: Callable[..., None]
     ) -> None:
-        """Call `enter` before the forward of a layer, `leave` after it, and `enter_unit` before its units of FSDP."""
+        """Call `enter` before the forward of a layer, `exit` after it, and `enter_unit` before its units of FSDP."""
         unit_hook = self._never_compiled(enter_unit)
         self._handles += [
-            # Before FSDP2's hook, which casts: a checkpoint around the layer saves the inputs before the cast.
+            # Before FSDP2's hook, which casts, because a checkpoint around the layer saves the inputs before the cast.
             layer.module.register_forward_pre_hook(self._never_compiled(enter), prepend=True, with_kwargs=True),
-            layer.module.register_forward_hook(self._never_compiled(leave), always_call=True),
+            layer.module.register_forward_hook(self._never_compiled(exit), always_call=True),
             *(unit.register_forward_pre_hook(unit_hook) for unit in units_inside(layer)),
         ]
 
     def enclose_inner(self, layer: Layer, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before` and `after` around the forward of a layer, inside the hooks that it has."""
+        """Call `before` and `after` around the forward of a layer, inside its existing hooks."""
         self._handles += [
             layer.inner.register_forward_pre_hook(self._never_compiled(before), with_kwargs=True),
             layer.inner.register_forward_hook(self._never_compiled(after), prepend=True),
         ]
 
     def add(self, layer: nn.Module, function: Callable[..., None]) -> RemovableHandle:
-        """Call `function` before the forward of `layer`, after the hooks that it has; the caller removes the hook."""
+        """Call `function` before the forward of `layer`, after its existing hooks; the caller removes the hook."""
         return layer.register_forward_pre_hook(self._never_compiled(function), with_kwargs=True)
 
     def untrace(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpointing of layers inside FSDP's wrapper, in place of the model's own checkpointing."""
+"""Checkpoints layers inside FSDP's wrapper, in place of the model's own checkpointing."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointedLayer:
-    """Makes one layer recompute in backward, so that its group holds only its input, while it is switched on.
+    """Makes one layer recompute in backward, while switched on, so that its group holds only its input.
 
     The checkpoint is around the forward of a layer, inside the hooks and wrappers of FSDP. So recomputation runs
     between the all-gather that the backward of the layer needs anyway and the reshard after it. A reentrant checkpoint
     around FSDP1 would gather the parameters once more.
 
     Args:
-        layer: not checkpointed otherwise.
-        groups: of the model; the layer is checkpointed while its group is open.
-        dropped: decides about caches of keys and values; None: a forward that is given one is not checkpointed.
+        layer: a layer without any other checkpoint.
+        groups: groups of the model; the layer is checkpointed while its group is open.
+        dropped: decides about caches of keys and values; None: a forward that receives one is not checkpointed.
     """
 
     def __init__(self, layer: Layer, groups: LayerGroups, dropped: DroppedCaches | None = None) -> None:
@@ -42,7 +42,7 @@ class CheckpointedLayer:
         self._handle: RemovableHandle | None = None
 
     def switch(self, on: bool) -> None:
-        """Switch on or off for the forwards to come; a graph that there is keeps what it was made with. Idempotent."""
+        """Switch checkpointing of later forwards on or off; existing graphs do not change. Idempotent."""
         if on != self._is_on:
             (self._switch_on if on else self._switch_off)()
 
@@ -59,7 +59,7 @@ class CheckpointedLayer:
         inner = self.layer.inner
         if self._handle is not None:
             self._handle.remove()
-        inner.__dict__.pop("forward", None)  # an interrupt may have come here before
+        inner.__dict__.pop("forward", None)  # may exist after an interrupt
         if self._original is not None:
             inner.__dict__["forward"] = self._original
         self._groups.note_checkpointed(self.layer.module, False)
@@ -71,8 +71,8 @@ class LayerCheckpoints:
 
     Args:
         model: its own checkpointing is switched off until `remove`.
-        layers: to checkpoint; a layer wrapped by `apply_activation_checkpointing` is left as it is.
-        groups: of those layers.
+        layers: the layers to checkpoint; a layer wrapped by `apply_activation_checkpointing` is not changed.
+        groups: groups of those layers.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerGroups) -> None:
@@ -129,14 +129,14 @@ class _CheckpointedForward:
         self._groups: LayerGroups | None = groups
         self._dropped = dropped
         self._caches = LayerCaches(layer.inner)
-        self._was_open = False  # when `look` was called last
-        self._has_cache = False  # the same
+        self._was_open = False  # at the last call of `look`
+        self._has_cache = False  # at the last call of `look`
 
     def look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note, before the forward, what compiled code cannot ask: whether the group of the layer is open.
+        """Note, before the forward, whether the group of the layer is open, because compiled code cannot test that.
 
         Raises:
-            OffloadError: if the layer is given a cache of keys and values that cannot be dropped.
+            OffloadError: if the layer receives a cache of keys and values that cannot be dropped.
         """
         self._was_open = self._is_open()
         self._has_cache = self._was_open and self._caches.are_given(args, kwargs)
@@ -154,7 +154,7 @@ class _CheckpointedForward:
         def run(*values: Any) -> Any:
             return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
-        # All by position: a checkpoint keeps keyword arguments itself, without going through saved tensors hooks.
+        # All by position: a checkpoint keeps keyword arguments itself, bypassing saved tensors hooks.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def __getstate__(self) -> dict[str, Any]:

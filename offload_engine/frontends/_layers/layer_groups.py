@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerGroups`: hooks on a model that make each call of a layer one group, or several if it saves much."""
+"""`LayerGroups`: makes each call of a layer one group, or several if it saves much, by hooks on the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload_engine._compat.own_hooks import OwnHooks, are_innermost, take_off
+from offload_engine._compat.own_hooks import OwnHooks, are_innermost, pop_own
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _OUTSIDE = (
     "%s is called outside the forward of %s, so its saved tensors are not offloaded. If your own code calls "
-    "the layers, put `with handle.forward():` around it."
+    "the layers, wrap it in `with handle.forward():`."
 )
 
 
@@ -43,21 +43,21 @@ class _Forward:
 
     def __init__(self, chunk: ChunkOffloadHandler, is_in_context: bool) -> None:
         self.chunk: ChunkOffloadHandler = chunk
-        self.is_in_context: bool = is_in_context  # a `with handle.forward()` has begun it, and is its end
+        self.is_in_context: bool = is_in_context  # begun, and ended, by a `with handle.forward()`
         self.thread: int = threading.get_ident()
-        self.handled_outside: int = id(sys.exception())  # handled by the body's caller; one raised inside differs
+        self.handled_outside: int = id(sys.exception())  # handled by the body's caller; differs from one raised inside
         self.handled_in_body: int = 0  # the same for the caller of `layer`
         self.layer: nn.Module | None = None  # the layer of the open group
         self.traits: GroupTraits = GroupTraits()  # of that layer's groups
         self.num_layers: int = 0  # called so far
         self.has_run_last: bool = False
         self.input_groups: set[TensorGroup] = set()  # of layers that an outer checkpoint runs
-        self.held: Any = None  # a handle for the running layer's input, until its checkpoint has one
+        self.held: Any = None  # a handle for the running layer's input, until its checkpoint holds one
         self.num_inside: int = 0  # nested calls of the body, without gradients
 
 
 class _Saved(NamedTuple):
-    """What autograd keeps for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
+    """Kept by autograd for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
 
     packed: PackedTensor
     group: TensorGroup | None  # None: saved outside the layers
@@ -74,16 +74,16 @@ class LayerGroups:
     in a layer belongs to the layer's group. A tensor saved between layers moves with a group that saves it too.
 
     If other hooks are on top of these when a layer is called, or gradients are off although they were on when the body
-    was called, a checkpoint runs the layer: it takes the tensors that the layer saves and keeps only the layer's input.
-    Then the group holds only this input.
+    was called, a checkpoint runs the layer: it intercepts the tensors that the layer saves and keeps only the layer's
+    input. Then the group holds only this input.
 
     Inputs and outputs of a layer get no mark in the graph: the backward of a group begins when the first of its tensors
     is unpacked.
 
     Args:
-        body: runs all `layers`.
-        layers: in order; the last one stays on the device, unless another forward comes before a backward.
-        session: of the model.
+        body: the module that runs all `layers`.
+        layers: the layers, in order; the last one stays on the device, unless another forward comes before a backward.
+        session: session of the model.
         group_bytes: see above; None: one group per layer.
     """
 
@@ -107,7 +107,7 @@ class LayerGroups:
         self._module_hooks.enclose_body(body, self._before_body, self._after_body)
         for layer in layers:
             enter = partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])
-            self._module_hooks.enclose_layer(layer, enter, self._leave_layer, self._keep_weights)
+            self._module_hooks.enclose_layer(layer, enter, self._exit_layer, self._keep_weights)
 
     @property
     def open_layer(self) -> nn.Module | None:
@@ -117,7 +117,7 @@ class LayerGroups:
 
     @property
     def _own_forward(self) -> _Forward | None:
-        """Return the offloaded forward if it runs in this thread, else None."""
+        """Return the offloaded forward if it runs in this thread, otherwise None."""
         forward = self._forward
         return forward if forward is not None and forward.thread == threading.get_ident() else None
 
@@ -149,15 +149,15 @@ class LayerGroups:
             self._enter_body(is_in_context=True)
             yield
         except BaseException:
-            self._leave_body(has_raised=True)
+            self._exit_body(has_raised=True)
             raise
-        self._leave_body()
+        self._exit_body()
 
     def remove(self) -> None:
         """Remove every hook, also those of an interrupted forward. Idempotent."""
         if self._own_forward is not None and self._is_on_top():
             self._abandon()
-        self._take_off_left()
+        self._pop_leftover()
         self._module_hooks.remove()
 
     def _untrace(self) -> None:
@@ -179,17 +179,17 @@ class LayerGroups:
     def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
         forward = self._own_forward
         if forward is not None and not forward.is_in_context:
-            self._leave_body(has_raised=id(sys.exception()) != forward.handled_outside)
+            self._exit_body(has_raised=id(sys.exception()) != forward.handled_outside)
 
     def _enter_body(self, is_in_context: bool = False) -> None:
         if self._forward is not None and not is_in_backward():
             if self._own_forward is None:
                 return  # if several threads run the model, one forward at a time is offloaded
             if not torch.is_grad_enabled():
-                self._forward.num_inside += 1  # the model calls itself, on its own output for instance
+                self._forward.num_inside += 1  # the model calls itself, for instance on its own output
                 return
-            self._abandon()  # after a KeyboardInterrupt and the like torch runs no forward hook
-        self._take_off_left()
+            self._abandon()  # torch runs no forward hook after a KeyboardInterrupt
+        self._pop_leftover()
         try:
             chunk = self.session.start_forward()
             if chunk is not None:
@@ -206,12 +206,12 @@ class LayerGroups:
         self._hooks.__enter__()
         self._forward = _Forward(chunk, is_in_context)
 
-    def _take_off_left(self) -> None:
-        """Take off hooks that an interrupt has left on the stack, in front of a forward or behind one."""
+    def _pop_leftover(self) -> None:
+        """Pop hooks that an interrupt has left on the stack, before or after a forward."""
         if self._forward is None:
-            take_off(lambda unpack: inspect.unwrap(unpack) == self._unpack)
+            pop_own(lambda unpack: inspect.unwrap(unpack) == self._unpack)
 
-    def _leave_body(self, has_raised: bool = False) -> None:
+    def _exit_body(self, has_raised: bool = False) -> None:
         if self._own_forward is None or is_in_backward():
             return
         if self._own_forward.num_inside:
@@ -232,18 +232,18 @@ class LayerGroups:
     def _close(self) -> None:
         assert self._forward is not None
         self._hooks.__exit__()
-        self._forward.held = None  # handles in the graph keep this forward alive, which must not keep the input
+        self._forward.held = None  # handles in the graph keep this forward alive, so it must not keep the input
         self._forward = None
 
     def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, name: str, is_last: bool) -> None:
         forward = self._own_forward
         if forward is None:
-            if self._forward is None:  # otherwise that of another thread is offloaded
+            if self._forward is None:  # otherwise another thread's forward is offloaded
                 self._warn_if_outside(name)
             return
         if forward.layer is not None or forward.num_inside or is_in_backward():
             return
-        if is_last and forward.has_run_last:  # a shared module runs again: only its last call has its backward next
+        if is_last and forward.has_run_last:  # a shared module runs again: only the backward of its last call is next
             forward.chunk.offload_kept_groups()
         forward.has_run_last |= is_last
         is_saving = torch.is_grad_enabled() and self._is_on_top()
@@ -257,7 +257,7 @@ class LayerGroups:
             return
         source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         forward.input_groups.add(group)
-        # Non-reentrant checkpointing has saved the input already, reentrant checkpointing will after the layer.
+        # Non-reentrant checkpointing has saved the input already; reentrant checkpointing saves it after the layer.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group(ends_layer=True)
 
@@ -267,7 +267,7 @@ class LayerGroups:
         self._has_warned = True
         logger.warning(_OUTSIDE, name, self._body_name)
 
-    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def _exit_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._own_forward
         if forward is None or forward.layer is not layer or forward.num_inside or is_in_backward():
             return
@@ -298,7 +298,7 @@ class LayerGroups:
         group = forward.chunk.groups.innermost
         hooks = forward.chunk.hooks
         if group is not None and self._is_full(group) and hooks.would_start_storage(tensor):
-            forward.chunk.close_group()  # not earlier: views of the last storage may still be written
+            forward.chunk.close_group()  # not before, because views of the last storage may still be written
             group = forward.chunk.open_group(group.name, forward.traits)
         packed = hooks.pack_plain(tensor, group) if group is not None else hooks.pack_ungrouped(tensor)
         return _Saved(packed, group, forward) if isinstance(packed, PackedTensor) else packed

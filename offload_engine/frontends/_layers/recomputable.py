@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerWatch`: finds out, in steps that run as they always do, which layers could be checkpointed."""
+"""`LayerWatch`: finds out, in ordinary steps, which layers could be checkpointed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _Effects = tuple[int, int]
 
 
 class LayerWatch:
-    """Watches the forwards of layers for what a second run of a forward in backward would do twice.
+    """Watches the forwards of layers for effects that a second run in backward would repeat.
 
-    A layer is not offered that
+    A layer is not offered if it
 
     - is checkpointed or compiled, or has a module inside that is;
-    - was given a cache of keys and values, which a second run would append to;
+    - receives a cache of keys and values, which a second run would append to;
     - has buffers that its forward writes, as batch norm does;
     - takes part in a collective: the other ranks might not run it a second time;
     - runs several times in a forward, or under a checkpoint of its caller.
 
     Args:
-        layers: of the model.
-        groups: of those layers.
-        is_watching: returns whether the running step is one to be watched.
+        layers: layers of the model.
+        groups: groups of those layers.
+        is_watching: returns whether to watch the running step.
     """
 
     def __init__(self, layers: Sequence[Layer], groups: LayerGroups, is_watching: Callable[[], bool]) -> None:
@@ -48,12 +48,12 @@ class LayerWatch:
             groups.add_hooks_inside(watched.layer, before, after)
 
     def offer(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
-        """Return what could be recomputed, by the bytes and times of a measured step."""
+        """Return the layers that could be recomputed, with the bytes and times of a measured step."""
         found = [watched.option(shapes) for watched in self._watched]
         return tuple(option for option in found if option is not None)
 
     def refused(self) -> dict[str, str]:
-        """Return why layers cannot be checkpointed, by their names; a layer that has not run yet may be."""
+        """Return why layers cannot be checkpointed, by name; without layers that have not run yet."""
         return {watched.layer.name: reason for watched in self._watched if (reason := watched.reason())}
 
     def _hooks_of(self, watched: _Watched) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -69,7 +69,7 @@ class LayerWatch:
 
 
 class _Watched:
-    """What is known of one layer."""
+    """Watches one layer."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer: Layer = layer
@@ -79,7 +79,7 @@ class _Watched:
         self._reason = ""
 
     def begin(self, is_open: bool, args: Any, kwargs: Any) -> None:
-        """Note a forward that begins; `is_open`: the group of this layer is."""
+        """Note the start of a forward; `is_open`: whether the group of this layer is open."""
         if not is_open:
             self._reason = "its caller checkpoints it"
             return
@@ -89,7 +89,7 @@ class _Watched:
         self._before = self._effects()
 
     def end(self) -> None:
-        """Note that the forward is over."""
+        """Note the end of the forward."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -102,7 +102,7 @@ class _Watched:
     def reason(self) -> str:
         """Return why the layer cannot be checkpointed; empty if it can."""
         if is_checkpointed(self.layer):
-            return "it is checkpointed already"
+            return "it is already checkpointed"
         if any(map(_is_compiled, self.layer.module.modules())):
             return "it is compiled"
         if any(_checkpoints_itself(module) for module in self.layer.module.modules()):
@@ -112,7 +112,7 @@ class _Watched:
         return self._reason
 
     def option(self, shapes: Shapes) -> RecomputeOption | None:
-        """Return what recomputing this layer takes; None if it cannot be, or would free nothing."""
+        """Return the option to recompute this layer; None if that is impossible, or would free nothing."""
         found = self._groups_in(shapes)
         freed = sum(group.nbytes for _, group in found) - self._input_bytes
         runs_once = len({slot.layer for slot, _ in found}) == 1

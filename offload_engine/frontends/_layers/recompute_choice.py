@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerRecompute`: the third choice of a budget, to checkpoint a layer with its input offloaded."""
+"""`LayerRecompute`: implements the third choice of a budget, to checkpoint a layer with its input offloaded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class LayerRecompute:
-    """Offers the layers of a model to the budget of its engine, and switches those that it has chosen.
+    """Offers the layers of a model to the budget of its engine, and switches checkpointing as the budget chooses.
 
     Args:
-        layers: of the model.
-        groups: of those layers.
-        engine: with a budget.
+        layers: layers of the model.
+        groups: groups of those layers.
+        engine: an engine with a budget.
     """
 
     def __init__(self, layers: Sequence[Layer], groups: LayerGroups, engine: OffloadEngine) -> None:
@@ -60,7 +60,7 @@ class LayerRecompute:
         return tuple(dataclasses.replace(option, comes_back=False) for option in options)  # only groups are measured
 
     def _apply(self, choices: Choices) -> None:
-        """Called between two steps."""
+        """Switch checkpointing as chosen. Called between two steps."""
         names, refused = {slot.name for slot in choices.recomputed}, self._watch.refused()
         for switch in self._switches:
             name = switch.layer.name

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine inside trainers and schedules of other libraries. Import what you use by its module; nothing is here."""
+"""Integrates the engine into trainers and schedules of other libraries. Import each module by its full name."""

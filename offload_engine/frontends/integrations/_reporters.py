@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a callback of transformers before those that report to W&B, TensorBoard and others."""
+"""Moves a callback of transformers before those that report to W&B, TensorBoard and others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers.trainer_callback import CallbackHandler
 
 
 def move_before_reporters(callback: TrainerCallback) -> None:
-    """Move a callback to the front of the `Trainer` that calls it now, so that reporters see what it adds to a log.
+    """Move a callback to the front of the list of the `Trainer` that calls it, so that reporters see what it logs.
 
-    The `Trainer` puts callbacks that it was given behind its own reporters, and does not pass its list to them. Without
-    an effect where the callback is called by something else.
+    The `Trainer` appends the user's callbacks after its own reporters, and does not pass its list to them. No-op if
+    the callback is called by another object.
     """
     handler = _handler_that_calls(sys._getframe(1))
     if handler is not None and callback in handler.callbacks:
-        handler.callbacks.remove(callback)  # positions from its own on stay: the handler iterates over the list
+        handler.callbacks.remove(callback)  # later positions do not change: the handler is iterating over the list
         handler.callbacks.insert(0, callback)
 
 

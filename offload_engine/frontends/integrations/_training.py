@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainingOffload`: offload of the layers of a model while a trainer trains it."""
+"""`TrainingOffload`: offloads the layers of a model while a trainer trains it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FindLayers = Callable[[nn.Module], Sequence[nn.Module]]
 
 
 def config_of(config: OffloadConfig | None, settings: dict[str, Any]) -> OffloadConfig | None:
-    """Return the configuration that a callback was given, as an object or as settings.
+    """Return the configuration of a callback, from an object or from settings.
 
     Raises:
-        ValueError: if it was given both, or a value is outside its range.
-        TypeError: if a setting is unknown, or the configuration is something else.
+        ValueError: if both are given, or a value is outside its range.
+        TypeError: if a setting is unknown, or the configuration has another type.
     """
     if config is not None and not isinstance(config, OffloadConfig):
         raise TypeError(
@@ -32,37 +32,37 @@ def config_of(config: OffloadConfig | None, settings: dict[str, Any]) -> Offload
     if not settings:
         return config
     if config is not None:
-        raise ValueError(f"give either a config or {', '.join(settings)}: both say how to offload")
+        raise ValueError(f"config and {', '.join(settings)} both say how to offload: pass one of them")
     return OffloadConfig.from_flags(**settings)
 
 
 class OffloadsTraining:
-    """What a callback can be asked, and its end; the callback has a `TrainingOffload` as `_offload`."""
+    """Reports on and removes the offload of a callback, whose `TrainingOffload` is `_offload`."""
 
     _offload: TrainingOffload
 
     @property
     def handle(self) -> LayerOffload | None:
-        """Return the handle of the model that trains: its engine, layers and counters; None before and after."""
+        """Return the handle of the model in training, with its engine, layers and counters; None before and after."""
         return self._offload.handle
 
     def __str__(self) -> str:
-        """Return what the last step of the model that trains did, as one line: `print(callback)`."""
+        """Return one line about the last step of the model in training: `print(callback)`."""
         return f"{type(self).__name__}: {self.handle or 'no model trains'}"
 
     def remove(self) -> None:
         """Remove the offload from the model, as the end of its training does. Idempotent.
 
-        For a training that raised or was interrupted, whose trainer did not tell the callback. The next training begins
+        For use after a training that raised or was interrupted without a call of the callback. The next training begins
         as usual.
         """
         self._offload.detach()
 
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
-        """Record the next step that begins; before the training, its first one. See docs/observe.md.
+        """Record the next step that begins; before the training, its first step. See docs/observe.md.
 
         Args:
-            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
+            file: path to write; `{rank}` and `{step}` in the name are replaced. None: record for `report` only.
         """
         self._offload.record(file)
 
@@ -79,11 +79,11 @@ class TrainingOffload:
 
     Args:
         config: bounds and thresholds.
-        enable_ckpt: checkpoint the layers as well, see `enable_activation_offloading`.
+        enable_ckpt: checkpoint the layers as well; see `enable_activation_offloading`.
         layers: returns the layers of the model that is about to train; None: they are found.
 
     Attributes:
-        handle: of the model that trains; None while none is attached.
+        handle: handle of the model in training; None while none is attached.
     """
 
     def __init__(self, config: OffloadConfig | None, enable_ckpt: bool, layers: FindLayers | None) -> None:
@@ -93,7 +93,7 @@ class TrainingOffload:
         self.handle: LayerOffload | None = None
         self._asks_for: list[str | os.PathLike[str] | None] = []  # the file of a recording, until a model is attached
         self._last_report: str | None = None
-        self._is_timed = False  # a step that is timed has begun since the last metrics
+        self._is_timed = False  # a timed step has begun since the last metrics
         self._times: StepTimes | None = None
 
     def attach(self, model: nn.Module) -> None:
@@ -101,9 +101,9 @@ class TrainingOffload:
 
         Raises:
             ValueError: if no layers are found.
-            OffloadError: if the model is offloaded already.
+            OffloadError: if the model is already offloaded.
         """
-        self.detach()  # left over if an earlier training raised and its trainer did not call the callback
+        self.detach()  # still attached if an earlier training raised and its trainer did not call the callback
         self.handle = enable_activation_offloading(
             model,
             strategy_of(model),
@@ -133,11 +133,11 @@ class TrainingOffload:
             self.handle.record(file)
 
     def report(self) -> str | None:
-        """Return what `LayerOffload.report` does for the model that trains or has trained last; None before any."""
+        """Return `LayerOffload.report` of the model that trains or trained last; None before any."""
         return self._last_report if self.handle is None else self.handle.report()
 
     def time_next_step(self) -> None:
-        """Time the next forward and backward, because they will be logged."""
+        """Time the next forward and backward, which will be logged."""
         if self.handle is not None:
             self.handle.engine.timer.ask()
             self._is_timed = True
@@ -145,8 +145,8 @@ class TrainingOffload:
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last forward and backward by log name; empty while no model is attached.
 
-        The times are those of the last forward and backward that were timed. Blocks, once for each of them, until the
-        device has come to their end.
+        The times are of the last forward and backward that were timed. Blocks, once for each of them, until the device
+        has finished.
         """
         if self.handle is None:
             return {}

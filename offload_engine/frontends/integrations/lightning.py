@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OffloadCallback`: activation offload in the `Trainer` of Lightning, under either name of its package."""
+"""`OffloadCallback`: offloads activations in the `Trainer` of Lightning, under either name of its package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OffloadCallback(OffloadsTraining, Callback):
     `Trainer(callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is detected from the
     model as the trainer's strategy has set it up. Validation, gradient accumulation and resuming need no settings. The
     figures of the last forward and backward are logged as `offload_*`, as often as the trainer logs: GiB and percent
-    moved, peaks in GiB on the device and the host, time waited for copies.
+    moved, peaks in GiB on the device and the host, time that compute waited for copies.
 
     Args:
         config: bounds and thresholds.
@@ -48,7 +48,7 @@ class OffloadCallback(OffloadsTraining, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model as it will train."""
-        self.remove()  # left over if an earlier training raised and its trainer did not call the callback
+        self.remove()  # still attached if an earlier training raised and its trainer did not call the callback
         self._offload.attach(trainer.strategy.model)
         if trainer.strategy.model is pl_module:  # otherwise the wrapper's forward runs `training_step`
             self._bracket_training_step(pl_module)

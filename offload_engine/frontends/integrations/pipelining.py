@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload under the schedules of `torch.distributed.pipelining`, from which it reads the order of the chunks."""
+"""Offloads under the schedules of `torch.distributed.pipelining`, from which it reads the order of the chunks."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def offload_schedule(
     and its saved tensors, until the next step.
 
     Args:
-        schedule: of `torch.distributed.pipelining`, on this rank.
+        schedule: a schedule of `torch.distributed.pipelining`, on this rank.
         config: bounds and thresholds.
         group_bytes: saved tensors are copied out together as soon as they have this many bytes.
-        meter: where resident bytes are counted besides the engine's statistics.
+        meter: counts resident bytes in addition to the engine's statistics.
 
     Returns:
         A handle, also a context manager: `remove()` ends the offload.
 
     Raises:
         TypeError: if `schedule` is not a schedule, or its order is not known.
-        ValueError: if the schedule is offloaded already, or `group_bytes` is below 1.
+        ValueError: if the schedule is already offloaded, or `group_bytes` is below 1.
     """
     return ScheduleOffload(schedule, config, group_bytes, meter)
 
@@ -71,11 +71,11 @@ class ScheduleOffload(RecordsSteps):
         self, schedule: Schedule, config: OffloadConfig | None, group_bytes: int, meter: ResidencyMeter | None
     ) -> None:
         check_group_bytes(group_bytes)
-        read_actions(schedule)  # raises its errors here instead of in the first step
+        read_actions(schedule)  # raises its errors here rather than in the first step
         self._schedule: Schedule = schedule
         self._stages: list[Any] = stages_of(schedule)
         if "step" in vars(schedule) or any("forward_one_chunk" in vars(stage) for stage in self._stages):
-            raise ValueError(f"{type(schedule).__name__} is offloaded already: call remove() on its handle first")
+            raise ValueError(f"{type(schedule).__name__} is already offloaded: call remove() on its handle first")
         config = config or OffloadConfig()
         self._modules: list[torch.nn.Module] = [stage.submod for stage in self._stages]
         device = device_for(self._modules, config)
@@ -153,7 +153,7 @@ class ScheduleOffload(RecordsSteps):
             self._begin_step()
         with self._session.forward(key=key) as chunk, nullcontext() if chunk is None else self._groups.hooks():
             yield
-        if chunk is None:  # by the budget's decision nothing leaves in this step
+        if chunk is None:  # the budget has decided that nothing leaves in this step
             return
         if key not in self._comes_back_at_once:
             self._groups.close_group()
@@ -177,8 +177,8 @@ def read_actions(schedule: Schedule) -> list[Action]:
     """Return the forwards and backwards of this rank's stages in one step of `schedule`, in order.
 
     A chunk's stage is the pipeline stage, counted over all ranks. A backward that is split in two (zero-bubble) begins
-    with the part that reads the activations first: that for the inputs or, on a stage whose inputs need no gradient,
-    that for the weights.
+    with the part that reads the activations first: the part for the inputs or, on a stage whose inputs need no
+    gradient, the part for the weights.
 
     Raises:
         TypeError: if the schedule has no order to read.
@@ -188,7 +188,7 @@ def read_actions(schedule: Schedule) -> list[Action]:
         # The runtime of these schedules executes this order; older classes have only the one without communication.
         orders = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
         return _translate(orders[schedule.rank], stages)
-    # `pipeline_order` of these is for display: on the last rank of 1F1B it leaves out the first forward (torch 2.13).
+    # Their `pipeline_order` is for display: on the last rank of 1F1B it omits the first forward (torch 2.13).
     (stage,), num_microbatches = stages, of_schedule(schedule, "_n_microbatches")
     if isinstance(schedule, Schedule1F1B):
         actions = one_forward_one_backward(stage.num_stages, stage.stage_index, num_microbatches)
@@ -233,5 +233,5 @@ def _flatten(order: Iterable[Any]) -> Iterator[Any]:
 
 def _begins_backward(stage: Any) -> tuple[str, str]:
     """Return the kinds of action that begin a backward: the whole one ("B"), or its first part that computes."""
-    # If no input needs a gradient, the part for the inputs ("I") leaves everything to that for the weights ("W").
+    # If no input needs a gradient, the part for the inputs ("I") does nothing, and that for the weights ("W") all.
     return ("B", "W" if stage.is_first and stage.dw_builder is None else "I")

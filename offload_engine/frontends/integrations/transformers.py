@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OffloadCallback`: activation offload in the `Trainer` of transformers."""
+"""`OffloadCallback`: offloads activations in the `Trainer` of transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OffloadCallback(OffloadsTraining, TrainerCallback):
     detected from the model as the `Trainer` has prepared it. Evaluation, gradient accumulation and
     `gradient_checkpointing` need no settings. The training logs, those of W&B and TensorBoard included, get the
     figures of the last forward and backward as `offload_*`: GiB and percent moved, peaks in GiB on the device and the
-    host, time waited for copies.
+    host, time that compute waited for copies.
 
     Args:
         config: bounds and thresholds.

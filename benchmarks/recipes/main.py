@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the processes of the benchmark in turns, and shows what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+
+from benchmarks.apart import Apart
+from benchmarks.records import Records, provenance
+from benchmarks.tables import MIB, Column, Record, show, table
+
+from .settings import Job, parse
+
+SECONDS, HOST_BYTES = 240.0, 100 << 30  # of one process
+_ENVIRONMENT = {
+    "NVTE_CPU_OFFLOAD_V1": "1",  # TransformerEngine's first hooks, which megatron-core's offload needs
+    "GLOO_SOCKET_IFNAME": "lo",  # one process needs no network that gloo could find
+}
+_PACKAGES = ("torch", "megatron-core", "transformer-engine")
+_IMPORTS = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.extensions.transformer_engine")
+_COLUMNS: dict[str, Column] = {
+    "contender": "contender",
+    "failure": "failure",
+    "step ms": lambda record: f"{_median(record, 'step_ms'):.1f}",
+    "host ms": lambda record: f"{_median(record, 'host_ms'):.1f}",
+    "reserved MiB": ("reserved_bytes", "MiB"),
+    "allocated MiB": ("allocated_bytes", "MiB"),
+    "on host MiB": ("moved_bytes", "MiB"),
+    "around a replay us": ("around_replay_us", ".1f"),
+    "loss": ("loss", ".6f"),
+}
+_SUMMARY: dict[str, Column] = {
+    "contender": "contender",
+    "step ms": ("step_ms", ".1f"),
+    "over none": ("over_none", ".4f"),
+    "reserved MiB": ("reserved_mib", ",.0f"),
+    "allocated MiB": ("allocated_mib", ",.0f"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings = parse(arguments)
+    import torch
+    from tqdm import tqdm
+
+    if not torch.cuda.is_available():
+        print("this benchmark needs a GPU", file=sys.stderr)
+        return 2
+    from .training import measure
+
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    records = Records(settings.json)
+    jobs = settings.jobs * settings.rounds
+    records.write([_description(settings.jobs[0])])
+    with contextlib.ExitStack() as stack:
+        # All import at once, which takes longer than a turn; the turns come one after the other.
+        processes = [stack.enter_context(Apart(measure, job, imports=_IMPORTS)) for job in jobs]
+        for process in processes:
+            process.await_start()
+        for job, process in zip(tqdm(jobs, desc="recipes", unit="process"), processes, strict=True):
+            ended = process.run(seconds=SECONDS, host_bytes=HOST_BYTES)
+            about = {"kind": "turn", "contender": job.contender.label, "failure": ended.failure}
+            records.write([{**about, **(ended.value or {})}])
+            process.end()
+    turns = records.of("turn")
+    records.write(summarize(turns))
+    title = _title(settings.jobs[0])
+    show(table(title, _COLUMNS, turns), table(f"{title}, all turns", _SUMMARY, records.of("summary")))
+    return int(any(record["failure"] for record in turns))
+
+
+def summarize(turns: Sequence[Record]) -> list[Record]:
+    """Make one record for each contender that has not failed: the median of all its steps, and its largest peaks."""
+    own: dict[str, list[Record]] = {}
+    for turn in turns:
+        if turn["failure"] is None:
+            own.setdefault(turn["contender"], []).append(turn)
+    medians = {name: statistics.median(ms for turn in some for ms in turn["step_ms"]) for name, some in own.items()}
+    return [
+        {
+            **{"kind": "summary", "contender": name, "step_ms": round(medians[name], 1)},
+            **({"over_none": round(medians[name] / medians["none"], 4)} if "none" in medians else {}),
+            **{f"{what}_mib": _most_mib(some, what) for what in ("reserved", "allocated")},
+        }
+        for name, some in own.items()
+    ]
+
+
+def _most_mib(turns: Sequence[Record], what: str) -> int:
+    return round(max(turn[f"{what}_bytes"] for turn in turns) / MIB)
+
+
+def _description(job: Job) -> Record:
+    import torch
+
+    fields = {name: value for name, value in job._asdict().items() if name not in ("contender", "shape")}
+    device = torch.cuda.get_device_name()
+    return {"kind": "run", **provenance(_PACKAGES), "device": device, "shape": vars(job.shape), **fields}
+
+
+def _title(job: Job) -> str:
+    import torch
+
+    sizes = f"{job.shape.layers} layers, {job.shape.seq} tokens, {job.shape.nmb} microbatches"
+    recomputed = f", recomputing {' '.join(job.recomputed)}" if job.recomputed else ""
+    return f"{torch.cuda.get_device_name()}, {sizes}, offload of {' '.join(job.modules)}{recomputed}"
+
+
+def _median(record: Record, field: str) -> float:
+    return statistics.median(record.get(field, [0.0]))
