@@ -43,6 +43,9 @@ class CapturedLayers:
 
     Attributes:
         recording: records the captures; its groups are opened by `push` and closed by `pop`.
+        before: `Replays.before`, which the graphs call; raises OffloadError while layers are captured, and once the
+            memory of the graphs is released.
+        after: `Replays.after`.
         slabs: its host memory.
         steps: waits and copies around the replay of each graph; empty before `complete` and after `release`.
     """
@@ -64,13 +67,16 @@ class CapturedLayers:
         self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
         self._num_without_room = 0
         self._freed: set[int] = set()
+        self._is_complete = False
         self._is_released = False
+        # Nothing stands between a graph and what it has to do: a training calls these thousands of times a step.
+        self.before: Callable[[int], None] = _refuse_inside
+        self.after: Callable[[int], None] = _refuse_inside
         self._release = release
         self.recording: Recording = Recording(
             eligibility, self._slots, self._lend, CapturedShare(config), saves_all, graphs_beside
         )
         self.steps: tuple[Step, ...] = ()
-        self._replays: Replays | None = None
 
     def __repr__(self) -> str:
         return (
@@ -102,7 +108,7 @@ class CapturedLayers:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of device memory that backwards read from; 0 once it is released."""
+        """Return the bytes of the graphs' memory that backwards read from; 0 once it is released."""
         return self._slots.nbytes
 
     # -- captures and replays, called by the graphs --------------------------------------------------------------------
@@ -123,23 +129,6 @@ class CapturedLayers:
         """Note that CUDA has ended a capture."""
         self.recording.finish()
 
-    def before(self, number: int) -> None:
-        """Make compute wait for the copies that a replay needs.
-
-        Raises:
-            OffloadError: as `Replays.before`; while layers are captured; and once the memory of the graphs is released.
-        """
-        if self._replays is None:
-            if self._is_released:
-                raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
-            raise OffloadError("a CUDA graph is replayed inside capture_layers(): leave that context first")
-        self._replays.before(number)
-
-    def after(self, number: int) -> None:
-        """Issue the copies after a replay."""
-        assert self._replays is not None, "checked before the replay"
-        self._replays.after(number)
-
     def note_freed(self, number: int) -> None:
         """Note that a graph has been reset or freed."""
         self._freed.add(number)
@@ -151,7 +140,10 @@ class CapturedLayers:
         recording = self.recording
         device = self._context.device.torch_device
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
-        self._replays = Replays(self.steps, self._context)
+        replays = Replays(self.steps, self._context)
+        self.before, self.after = replays.before, replays.after
+        self._is_complete = True
+        self._slots.free()
         if self.copied_out_bytes and self._policy not in (None, LowestPeak(), Planned()):
             logger.info("%r is for what runs eagerly: around replays of captured layers copies are fixed", self._policy)
         if self._num_without_room:
@@ -163,9 +155,8 @@ class CapturedLayers:
 
     def abandon(self) -> None:
         """Abandon captures after an exception: a replay of their graphs is an error from now on."""
-        self._is_released = True
-        self._replays, self.steps = None, ()
-        self.recording.end()
+        self._forget_program()
+        self.recording.stop()
         self._slots.close()
         self.slabs.reset()
         self.slabs.close_free()
@@ -181,15 +172,19 @@ class CapturedLayers:
         """
         if self._is_released:
             return
-        if self._replays is None:
+        if not self._is_complete:
             raise OffloadError("captured layers are released inside capture_layers(): leave that context first")
-        self._is_released = True
-        self._replays, self.steps = None, ()
+        self._forget_program()
         device, context = self._context.device, self._context
         for stream in (context.copy_out_stream, context.copy_in_stream):
             device.synchronize(device.record_event(stream))
         self._slots.close()
         self._release(self)
+
+    def _forget_program(self) -> None:
+        self._is_released = True
+        self.before = self.after = _refuse_released
+        self.steps = ()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return self._context.device.allocate(nbytes, self._context.device.current_stream())
@@ -214,6 +209,14 @@ class CapturedLayers:
             regions.append(HostRegion(slabs.by_index[taken.slab], offset, nbytes))
             offset += slabs.round_up(nbytes)
         return regions
+
+
+def _refuse_inside(number: int) -> None:
+    raise OffloadError("a CUDA graph is replayed inside capture_layers(): leave that context first")
+
+
+def _refuse_released(number: int) -> None:
+    raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
 
 
 def eligibility_of(device: torch.device, min_bytes: int, weights: Iterable[torch.Tensor]) -> Eligibility:

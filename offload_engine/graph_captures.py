@@ -151,7 +151,7 @@ class GraphCaptures:
 
         What the forwards save leaves the memory of the graphs. It is copied out after the replay of its graph, while
         the next graphs run, and copied in while the graphs before its backward run. The graphs must be replayed in the
-        order of their captures, over and over; a pass may end early.
+        order of their captures, over and over; a pass may end early. No other graph may have their memory pool.
 
         Args:
             weights: parameters and buffers; their storages, and views of them, never move.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -65,8 +65,16 @@ def edges_of(captured: CapturedLayers) -> list[Edge]:
     return found
 
 
-def unordered(captured: CapturedLayers, edges: list[Edge]) -> list[tuple[ByteUse, ByteUse]]:
-    """Return the pairs of uses of overlapping bytes, one of them a write, that no path of edges orders."""
+def unordered(
+    captured: CapturedLayers, edges: list[Edge], of_kernels: Sequence[ByteUse] = ()
+) -> list[tuple[ByteUse, ByteUse]]:
+    """Return the pairs of uses of overlapping bytes, one of them a write, that no path of edges orders.
+
+    Args:
+        captured: the layers.
+        edges: as `edges_of`, or fewer.
+        of_kernels: the uses of kernels inside the graphs, where these are known.
+    """
     after: dict[Node, set[Node]] = defaultdict(set)
     for edge in edges:
         after[edge.first].add(edge.then)
@@ -83,7 +91,7 @@ def unordered(captured: CapturedLayers, edges: list[Edge]) -> list[tuple[ByteUse
         return reached[node]
 
     by_memory: dict[str, list[ByteUse]] = defaultdict(list)
-    for use in _uses(captured):
+    for use in (*_uses(captured), *of_kernels):
         by_memory[use.memory].append(use)
     return [
         (one, other)
@@ -104,18 +112,17 @@ def _uses(captured: CapturedLayers) -> Iterator[ByteUse]:
         for number, step in enumerate(captured.steps):
             for source, region in step.copy_outs:
                 begin, out = source.data_ptr(), Node("out", p, number)
-                yield ByteUse("graphs", begin, begin + source.nbytes, out, False)
+                yield ByteUse("device", begin, begin + source.nbytes, out, False)
                 for user in (number, recording.left_before[number]):  # the second stands for all graphs behind it
-                    yield ByteUse("graphs", begin, begin + source.nbytes, Node("replay", p, user), True)
+                    yield ByteUse("device", begin, begin + source.nbytes, Node("replay", p, user), True)
                 yield ByteUse(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, out, True)
             for copies in step.copy_ins:
                 into = Node("in", p, copies.number)
                 for region, target in copies.copies:
                     yield ByteUse(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, into, False)
                     begin = target.data_ptr()
-                    yield ByteUse("slots", begin, begin + target.nbytes, into, True)
-                    yield ByteUse("slots", begin, begin + target.nbytes, Node("replay", p, copies.number), False)
+                    yield ByteUse("device", begin, begin + target.nbytes, into, True)
         for use in recording.uses:
-            if use.after >= 0:  # whatever was there before was read last by that graph
-                reader = Node("replay", p, use.after)
-                yield ByteUse("slots", use.address, use.address + use.saved.nbytes, reader, False)
+            # The first stands for all graphs before it: the slot is of their memory. The second has it last.
+            for user in (use.after, use.number):
+                yield ByteUse("device", use.address, use.address + use.saved.nbytes, Node("replay", p, user), True)

@@ -2,8 +2,8 @@
 """CUDA graphs on the CPU: captures of kernels that write to fixed addresses, and one memory pool for all of them.
 
 A capture runs its kernels, and notes them with the addresses that they read and write. A replay runs them again. Memory
-that a capture has freed is given to the next kernel that asks for as many bytes, in this or another capture, as torch's
-caching allocator does with the memory pool of graphs: what is read too late or written too early is wrong then.
+that a capture has freed is given to the next that asks for as many bytes or fewer, in this or another capture, as
+torch's caching allocator does with the memory pool of graphs: what is read too late or written too early is wrong then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine._devices.regions import storage_at
+from offload_engine._devices.regions import storage_at, whole
 
 _POOL_BYTES = 1 << 22
 _CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class ToyPool:
     def __init__(self) -> None:
         self._arena = torch.zeros(_POOL_BYTES, dtype=torch.uint8)
         self._end = 0
-        self._blocks: list[tuple[int, int, StorageWeakRef]] = []  # address, bytes, who has it
+        self._blocks: list[tuple[int, int, StorageWeakRef]] = []  # begin and end, and who has it
         self.kernels: list[tuple[Kernel, torch.Tensor, tuple[torch.Tensor, ...]]] | None = None
 
     @property
@@ -40,6 +40,11 @@ class ToyPool:
         numel = int(torch.Size(shape).numel())
         storage = self._storage(4 * numel)
         return torch.empty(0).set_(storage, 0, shape)  # type: ignore[call-overload]
+
+    def allocate(self, nbytes: int, stream: Any, spec: Any = None) -> torch.Tensor:
+        """As `Device.allocate`, which gets its memory from the pool while something is captured."""
+        assert self.kernels is not None and spec is None
+        return whole(self._storage(nbytes))
 
     def launch(self, kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         """Run `kernel(*inputs, out=out)`, and in each replay of the graph that is captured again."""
@@ -72,16 +77,13 @@ class ToyPool:
         return ToyGraph
 
     def _storage(self, nbytes: int) -> torch.UntypedStorage:
-        free = [block for block in self._blocks if block[1] == nbytes and block[2].expired()]
-        if free:
-            self._blocks.remove(free[0])
-            address = free[0][0]
-        else:
-            address = self._arena.data_ptr() + self._end
-            self._end += nbytes
-            assert self._end <= _POOL_BYTES
-        storage = storage_at(address, nbytes, _CPU)
-        self._blocks.append((address, nbytes, StorageWeakRef(storage)))
+        self._blocks = sorted((block for block in self._blocks if not block[2].expired()), key=lambda block: block[0])
+        ends = [0, *(end for _, end, _ in self._blocks)]
+        begins = [*(begin for begin, _, _ in self._blocks), _POOL_BYTES]
+        begin = next(end for end, begin in zip(ends, begins, strict=True) if begin - end >= nbytes)
+        self._end = max(self._end, begin + nbytes)
+        storage = storage_at(self._arena.data_ptr() + begin, nbytes, _CPU)
+        self._blocks.append((begin, begin + nbytes, StorageWeakRef(storage)))
         return storage
 
 

@@ -8,11 +8,14 @@ import gc
 import io
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .settings import WARMUP, Job
+
+if TYPE_CHECKING:
+    from offload_engine import OffloadEngine
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -22,7 +25,7 @@ def measure(job: Job) -> dict[str, Any]:
 
     ranks = start_ranks(job.shape, deterministic=False, share_gpus=False)
     assert ranks.world_size == 1
-    with _offload(job) as moved, contextlib.redirect_stdout(io.StringIO()):
+    with _offload(job) as find_engine, contextlib.redirect_stdout(io.StringIO()):
         training = _Training(job)
         for _ in range(WARMUP):
             training.step()
@@ -33,48 +36,45 @@ def measure(job: Job) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         training.step()
+        engine = find_engine()
         step_ms, host_ms, losses = timed_steps(job.num_steps, training.step, torch.cuda.synchronize)
         found = {
             "step_ms": step_ms,
             "host_ms": host_ms,
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "allocated_bytes": torch.cuda.max_memory_allocated(),
-            "moved_bytes": moved(),
+            "moved_bytes": _moved_bytes(job, engine),
             "loss": sum(value.item() for value in losses),
-            "around_replay_us": _around_replay_us(training),
+            "around_replay_us": _around_replay_us(training, engine),
         }
         training.close()
     return found
 
 
-def _around_replay_us(training: _Training) -> float:
+def _around_replay_us(training: _Training, engine: OffloadEngine | None) -> float:
     """Return the host's time around the replay of one graph of a layer, on average over a step; 0 without any."""
-    from unittest import mock
-
-    from offload_engine.captured_layers import CapturedLayers
-
     seconds: list[float] = []
 
-    def timed(call: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
+    def timed(call: Callable[[int], None]) -> Callable[[int], None]:
+        def run(number: int) -> None:
             begin = time.perf_counter()
-            call(*args)
+            call(number)
             seconds.append(time.perf_counter() - begin)
 
         return run
 
-    calls: dict[str, Any] = {name: timed(getattr(CapturedLayers, name)) for name in ("before", "after")}
-    with mock.patch.multiple(CapturedLayers, **calls):
-        training.step()
+    for layers in () if engine is None else engine.graphs.layers:
+        layers.before, layers.after = timed(layers.before), timed(layers.after)
+    training.step()
     return 2e6 * sum(seconds) / len(seconds) if seconds else 0.0
 
 
 @contextlib.contextmanager
-def _offload(job: Job) -> Iterator[Callable[[], int | None]]:
-    """Put ours on, where it is the contender; yield what tells the bytes on the host, where they are counted."""
+def _offload(job: Job) -> Iterator[Callable[[], OffloadEngine | None]]:
+    """Put ours on, where it is the contender; yield a function that returns its engine."""
     kind = job.contender.kind
     if kind in ("none", "incumbent"):
-        yield lambda: None if kind == "incumbent" else 0
+        yield lambda: None
         return
     from megatron_patches import apply
     from offload_engine import OffloadConfig
@@ -83,14 +83,15 @@ def _offload(job: Job) -> Iterator[Callable[[], int | None]]:
     names = () if is_taken_over else job.modules
     config = OffloadConfig.from_flags(**job.contender.engine)
     with apply(config, modules=names, replace_fine_grained=is_taken_over) as handle:
+        yield lambda: handle.engine
 
-        def moved() -> int:
-            engine = handle.engine
-            assert engine is not None
-            layers = sum(layers.copied_out_bytes for layers in engine.graphs.layers)
-            return int(engine.stats.copied_out_bytes) + layers * job.shape.nmb
 
-        yield moved
+def _moved_bytes(job: Job, engine: OffloadEngine | None) -> int | None:
+    """Return the bytes on the host; None if they are not counted."""
+    if engine is None:
+        return None if job.contender.kind == "incumbent" else 0
+    layers = sum(layers.copied_out_bytes for layers in engine.graphs.layers)
+    return int(engine.stats.copied_out_bytes) + layers * job.shape.nmb
 
 
 class _Training:

@@ -113,7 +113,6 @@ class Recording:
         self._return_regions()
         for number in [number for number in self._kept if number + self._graphs_beside < self.number]:
             self._find_leaving(number)
-        self._slots.begin_capture()
         return self.number
 
     def begin(self) -> None:
@@ -123,6 +122,12 @@ class Recording:
         self.is_capturing = True  # last: after an interrupt in between, `end` must not pop hooks of others
 
     def end(self) -> None:
+        """Stop packing, inside the capture, and make room for what later captures read."""
+        self.stop()
+        self._brought_back.clear()
+        self._slots.end_capture(self.number)
+
+    def stop(self) -> None:
         """Stop packing, and end all open groups. No-op outside a capture."""
         if self.is_capturing:
             while self._groups:
@@ -136,8 +141,6 @@ class Recording:
     def finish(self) -> None:
         """Note that CUDA has ended the capture."""
         self._is_begun = False
-        self._brought_back.clear()
-        self._slots.end_capture(self.number)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -182,6 +185,8 @@ class Recording:
         if found is None or found[7]:
             return StayingTensor(self._eligibility.staying(tensor))
         self._release_leaving()
+        if torch_private.current_graph_task() < 0:  # not what a backward computes again
+            self._free_slots()
         storages = self._kept[self.number]
         saved = storages.get(found[1])
         if saved is None or not saved.handles:  # without handles: an earlier storage had the same identity
@@ -244,6 +249,7 @@ class Recording:
         for leaving in self._leaving:
             if read is not None and read.number == leaving.number:
                 self._keep(leaving)
+                self._free_slots()
                 continue
             pairs = zip(leaving.storages, leaving.regions, strict=True)
             left = [
@@ -253,6 +259,14 @@ class Recording:
             self._share.note_left(left)
             self._away.append(leaving._replace(storages=left))
         self._leaving.clear()
+
+    def _free_slots(self) -> None:
+        """Let a capture that reads nothing which has left use the bytes of the slots, as if they were not there.
+
+        Not where copies run beside graphs: slots would be filled later.
+        """
+        if not self._graphs_beside:
+            self._slots.free()
 
     def _keep(self, leaving: _Leaving) -> None:
         self._kept[leaving.number] = {saved.key: saved for saved in leaving.storages}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Slots`: owns the device memory from which captured backwards read, outside the memory of their graphs."""
+"""`Slots`: owns the device memory, part of their graphs', from which captured backwards read what has left."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ Allocate = Callable[[int], torch.Tensor]
 class Slot:
     """Memory from which one backward reads; free for another as soon as no tensor over it is left.
 
+    Args:
+        buffer: its memory.
+        number: of the capture that runs, and may have used these bytes before.
+
     Attributes:
         nbytes: its size.
-        last_used: number of the last capture that used it; -1: none yet.
+        last_used: number of the last capture that used its bytes.
     """
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, number: int) -> None:
         self.nbytes: int = buffer.nbytes
-        self.last_used: int = -1
+        self.last_used: int = number
         self._buffer = buffer
         self._taken: list[tuple[int, int]] = []  # begin and end of each range that the running capture has taken
         self._storages: list[torch.UntypedStorage] = []  # of the running capture
@@ -69,26 +73,28 @@ class Slot:
 class Slots:
     """Owns the slots, all of one size.
 
+    A slot is allocated at the end of a capture, inside it: bytes that its graph may have used, and what runs behind its
+    replay does not. So a slot may be filled from that replay on. Until it has been read no other graph uses the bytes.
+
     Args:
-        allocate: returns a tensor of this many bytes; called between captures only.
+        allocate: returns a tensor of this many bytes, in the memory of the graph that is being captured.
         alignment: alignment of each storage in a slot, in bytes.
         num_free: number of free slots when a backward is captured. It takes one, which is filled while the backwards
             before it may still read the others.
+
+    Attributes:
+        nbytes: the most bytes that all slots had at one time.
     """
 
     def __init__(self, allocate: Allocate, alignment: int, num_free: int) -> None:
+        self.nbytes: int = 0
         self._allocate = allocate
         self._num_free = num_free
         self._alignment = alignment
         self._all: list[Slot] = []
-        self._nbytes = 0
+        self._slot_bytes = 0
         self._current: Slot | None = None  # of the running capture
         self._current_after = -1
-
-    @property
-    def nbytes(self) -> int:
-        """Return the total bytes of the slots."""
-        return sum(slot.nbytes for slot in self._all)
 
     def size_of(self, sizes: list[int]) -> int:
         """Return the bytes that storages of these sizes take in a slot."""
@@ -96,38 +102,47 @@ class Slots:
 
     def reserve(self, nbytes: int) -> None:
         """Make each new slot have at least `nbytes` bytes."""
-        self._nbytes = max(self._nbytes, nbytes)
-
-    def begin_capture(self) -> None:
-        """Add slots until enough are free."""
-        if not self._nbytes:
-            return
-        self._all = [slot for slot in self._all if slot.nbytes >= self._nbytes or slot.last_used >= 0]
-        free = sum(slot.is_free and slot.nbytes >= self._nbytes for slot in self._all)
-        self._all += [Slot(self._allocate(self._nbytes)) for _ in range(free, self._num_free)]
+        self._slot_bytes = max(self._slot_bytes, nbytes)
 
     def take(self, nbytes: int, offset: int) -> tuple[torch.UntypedStorage, int]:
-        """Return a storage for the running capture, and the number of the last capture that used its bytes, or -1.
+        """Return a storage for the running capture, and the number of the last capture that used its bytes.
 
         Args:
             nbytes: size of the storage.
             offset: preferred offset in the slot, a multiple of the alignment.
+
+        Raises:
+            OffloadError: if no slot has room.
         """
         if self._current is None:
-            free = [slot for slot in self._all if slot.is_free and slot.nbytes >= self._nbytes]
+            free = [slot for slot in self._all if slot.is_free]
+            if not free:
+                raise OffloadError(
+                    "a captured graph reads what two others have saved, or one, after it has saved itself: capture "
+                    "each forward and the backward of each by itself, as make_graphed_callables does"
+                )
             self._current = min(free, key=lambda slot: slot.last_used)
             self._current_after = self._current.last_used
         return self._current.take(nbytes, offset, self._alignment), self._current_after
 
+    def free(self) -> None:
+        """Let the running capture, and those behind it, use the bytes of all slots that are free."""
+        self._all = [slot for slot in self._all if slot is self._current or not slot.is_free]
+
     def close(self) -> None:
-        """Release the slots."""
-        self._all, self._current = [], None
+        """Release all slots."""
+        self._all, self._current, self.nbytes = [], None, 0
 
     def end_capture(self, number: int) -> None:
-        """Note the end of a capture."""
+        """Make free slots where there are too few, at the end of a capture and inside it."""
         self._current = None
         for slot in self._all:
             slot.end_capture(number)
+        self._all = [slot for slot in self._all if slot.nbytes >= self._slot_bytes or not slot.is_free]
+        free = sum(slot.is_free for slot in self._all)
+        if self._slot_bytes:
+            self._all += [Slot(self._allocate(self._slot_bytes), number) for _ in range(free, self._num_free)]
+        self.nbytes = max(self.nbytes, sum(slot.nbytes for slot in self._all))
 
 
 def _round_up(nbytes: int, alignment: int) -> int:

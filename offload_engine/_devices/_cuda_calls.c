@@ -105,15 +105,16 @@ static PyObject *calls_query(PyObject *self, PyObject *const *args, Py_ssize_t g
     return PyLong_FromLong(((Calls *)self)->query((void *)values[0]));
 }
 
-/* `head` is the stream, the event and the kind; `arrays` are `count` targets, as many sources, and as many sizes. */
-static int issue_copies(const Calls *calls, const size_t *head, size_t *arrays, size_t count)
+/* `head` is the stream, the event and the kind; `arrays` are `count` targets, as many sources, and as many sizes.
+ * A capture records single copies only, so that one copy is a batch only where none is under way. */
+static int issue_copies(const Calls *calls, const size_t *head, size_t *arrays, size_t count, size_t least_batch)
 {
     attributes_t attributes = {.source_access_order = STREAM_ORDER, .flags = OVERLAP_WITH_COMPUTE};
     size_t first = 0, *targets = arrays, *sources = targets + count, *sizes = sources + count;
     void *stream = (void *)head[0], *event = (void *)head[1];
     int code = 0;
     /* One call takes the host less time than one for each copy. CUDA refuses it on the default stream. */
-    if (count > 1 && stream != NULL && calls->copy_batch != NULL)
+    if (count >= least_batch && stream != NULL && calls->copy_batch != NULL)
         code = calls->copy_batch((void *const *)targets, (const void *const *)sources, sizes, count, &attributes,
                                  &first, 1, stream);
     else
@@ -150,7 +151,7 @@ static PyObject *calls_copy_all(PyObject *self, PyObject *const *args, Py_ssize_
         return PyErr_NoMemory();
     if (parse_copies(args[3], count, arrays)) {
         Py_BEGIN_ALLOW_THREADS
-        code = issue_copies((Calls *)self, head, arrays, (size_t)count);
+        code = issue_copies((Calls *)self, head, arrays, (size_t)count, 2);
         Py_END_ALLOW_THREADS
         result = PyLong_FromLong(code);
     }
@@ -190,7 +191,7 @@ static int make_call(const Calls *calls, size_t *at, void *compute)
     case ROUTINE_WAIT:
         return calls->wait(stream, (void *)at[2], 0);
     default:
-        return issue_copies(calls, at + 1, at + 5, at[4]);
+        return issue_copies(calls, at + 1, at + 5, at[4], 1);
     }
 }
 

@@ -62,7 +62,7 @@ class Calls(Protocol):
         """Issue copies and record `event` after them; `copies` are target, source and size in bytes of each.
 
         Several copies are one cudaMemcpyBatchAsync where the runtime has that, except on the default stream, for which
-        CUDA refuses it.
+        CUDA refuses it. One is not: it may be a part of a capture, which refuses it, too.
         """
 
     def routine(self, numbers: list[int], /) -> Routine:
@@ -70,6 +70,7 @@ class Calls(Protocol):
 
         Each is a code and its numbers: RECORD or WAIT, the stream (0: the argument of `Routine.run`) and the event; or
         COPY, the stream, the event after the copies, their kind and count, all targets, all sources and all sizes.
+        The copies are a batch if the runtime has that, also a single one, which takes the host less time so.
         """
 
     def last_error(self) -> int:
@@ -109,7 +110,7 @@ class CtypesCalls:
         return self.record(event, leader) or self.wait(stream, event)
 
     def copy_all(self, stream: int, event: int, kind: int, copies: list[int], /) -> int:
-        return self._prepared(stream, event, kind, copies[0::3], copies[1::3], copies[2::3])()
+        return self._prepared(stream, event, kind, copies[0::3], copies[1::3], copies[2::3], least_batch=2)()
 
     def routine(self, numbers: list[int], /) -> CtypesRoutine:
         calls: list[Callable[[int], int]] = []
@@ -126,14 +127,22 @@ class CtypesCalls:
         if code == WAIT:
             return (lambda compute: self.wait(stream or compute, event)), rest
         kind, count, *rest = rest
-        copy = self._prepared(stream, event, kind, *(rest[i * count : (i + 1) * count] for i in range(3)))
+        targets, sources, sizes = (rest[i * count : (i + 1) * count] for i in range(3))
+        copy = self._prepared(stream, event, kind, targets, sources, sizes, least_batch=1)
         return (lambda compute: copy()), rest[3 * count :]
 
     def _prepared(
-        self, stream: int, event: int, kind: int, targets: list[int], sources: list[int], sizes: list[int]
+        self,
+        stream: int,
+        event: int,
+        kind: int,
+        targets: list[int],
+        sources: list[int],
+        sizes: list[int],
+        least_batch: int,
     ) -> Callable[[], int]:
         """Return a function that issues copies and records `event` after them."""
-        if len(sizes) > 1 and stream and self._has_batch:
+        if len(sizes) >= least_batch and stream and self._has_batch:
             copy = partial(self._library.cudaMemcpyBatchAsync, *_batch(stream, targets, sources, sizes))
         else:
             copy = partial(self._copy_each, stream, kind, list(zip(targets, sources, sizes, strict=True)))

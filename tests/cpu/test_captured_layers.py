@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from offload_engine._devices.base import HostRegion
 from offload_engine.captured_layers import CapturedLayers
 from tests.graph_device import GraphDevice
 from tests.lookups import present
-from tests.program_order import edges_of, unordered
+from tests.program_order import PASSES, ByteUse, Node, edges_of, unordered
 from tests.toy_graphs import GraphedChunk, Layer, ToyPool, alias
 
 WIDTH, NUM_LAYERS = 64, 6
@@ -32,6 +32,7 @@ ORDERS = {
     "one microbatch": "F0 B0",
     "all forwards first": "F0 F1 F2 B2 B1 B0",
     "1F1B": "F0 F1 B0 F2 B1 F3 B2 B3",
+    "interleaved": "F0 F1 F2 B2 F3 B3 B0 B1",  # two microbatches of the first chunk, and of the second
 }
 
 
@@ -87,9 +88,24 @@ class Graphs:
 
 
 def captured(graphs: Graphs, engine: OffloadEngine, **options: Any) -> CapturedLayers:
-    with engine.graphs.capture_layers(owner=graphs.owner, **options) as layers:
+    with capturing(graphs, engine, **options) as layers:
         graphs.capture()
     return layers
+
+
+def capturing_outside(graphs: Graphs, engine: OffloadEngine, **options: Any) -> AbstractContextManager[CapturedLayers]:
+    """With slots that are no memory of the graphs."""
+    return engine.graphs.capture_layers(owner=graphs.owner, **options)
+
+
+@contextmanager
+def capturing(graphs: Graphs, engine: OffloadEngine, **options: Any) -> Iterator[CapturedLayers]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engine.graphs.capture_layers(owner=graphs.owner, **options) as layers,
+    ):
+        patch.setattr(engine.device, "allocate", graphs.pool.allocate)
+        yield layers
 
 
 def has_hooks() -> bool:
@@ -256,7 +272,7 @@ def test_what_a_backward_leaves_behind_keeps_its_slot(engine: OffloadEngine, gra
     for layer in graphs.layers:
         layer.stash = stash
     sums: list[torch.Tensor] = []
-    with engine.graphs.capture_layers(owner=graphs.owner) as layers:
+    with capturing(graphs, engine) as layers:
         graphs.capture()
         late = graphs.owner.CUDAGraph()
         late.capture_begin()
@@ -335,16 +351,102 @@ class OneBackwardOfTwo:
 
 def test_a_backward_of_two_forwards_finds_room_for_both_in_a_slot(engine: OffloadEngine, graphs: Graphs) -> None:
     without = OneBackwardOfTwo(Graphs(""))
-    with engine.graphs.capture_layers(owner=graphs.owner, graphs_beside=0) as layers:
+    with capturing(graphs, engine, graphs_beside=0) as layers:
         several = OneBackwardOfTwo(graphs)
     assert layers.copied_out_bytes == 4 * LAYER_BYTES and layers.slot_bytes == 2 * LAYER_BYTES
     for seed in range(3):
         assert all(map(torch.equal, several.run(seed), without.run(seed)))
 
 
+class Large(Layer):
+    """Needs much memory for a while, in its forward or in its backward."""
+
+    is_in_backward = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().__call__(_Large.apply(x, self))
+        if not self.is_in_backward:
+            self.use()
+        return out
+
+    def use(self) -> None:
+        held = [self.pool.empty(WIDTH) for _ in range(16)]
+        for out in held:
+            self.pool.launch(torch.neg, out, torch.zeros(WIDTH))
+
+
+class _Large(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Large) -> torch.Tensor:
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.layer.is_in_backward:
+            ctx.layer.use()
+        return grads[0], None
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_slots_are_memory_that_the_graphs_have_anyway(is_in_backward: bool, engine: OffloadEngine) -> None:
+    used = []
+    for capturing_with in (capturing, capturing_outside):
+        graphs = Graphs("F0 B0")
+        graphs.layers[-1] = large = Large(graphs.pool, WIDTH, FACTORS[-1])
+        large.is_in_backward = is_in_backward
+        with capturing_with(graphs, engine, graphs_beside=0) as layers:
+            graphs.capture()
+        assert layers.slot_bytes == LAYER_BYTES
+        used.append(graphs.pool.used_bytes)
+        layers.release()
+    assert used[0] == used[1]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_saves_or_reads_its_own_finds_no_slot(is_kept: bool, engine: OffloadEngine, graphs: Graphs) -> None:
+    layers = graphs.layers
+    with capturing(graphs, engine, graphs_beside=0):
+        chunk = GraphedChunk(layers[:3], graphs.owner)
+        chunk.capture_forward()
+        graph = graphs.owner.CUDAGraph()
+        graph.capture_begin()
+        with pytest.raises(OffloadError, match="reads what two others have saved, or one, after it has saved itself"):
+            if is_kept:
+                torch.autograd.grad(chunk._static[2][1], chunk._static[2][0], graphs.pool.empty(WIDTH))
+            else:
+                layers[3](torch.ones(WIDTH, requires_grad=True))
+            torch.autograd.grad(chunk._static[0][1], chunk._static[0][0], graphs.pool.empty(WIDTH))
+        graph.capture_end()
+
+
+def test_what_a_backward_computes_again_leaves_the_slots_there(engine: OffloadEngine, graphs: Graphs) -> None:
+    class Again(Layer):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = _Again.apply(super().__call__(x), self)
+            return out
+
+    class _Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+            ctx.layer = layer
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            with torch.enable_grad():  # it saves before the backward has read anything
+                Layer.__call__(ctx.layer, torch.ones(WIDTH, requires_grad=True))
+            return grads[0], None
+
+    graphs.layers[:] = [Again(graphs.pool, WIDTH, factor) for factor in FACTORS]
+    layers = captured(graphs, engine, graphs_beside=0)
+    assert layers.copied_out_bytes > 0
+    check_replays(graphs)
+
+
 def test_a_slot_gives_what_is_free_where_it_is_asked_for_if_it_is() -> None:
     buffer = torch.zeros(64, dtype=torch.uint8)
-    slot = Slot(buffer)
+    slot = Slot(buffer, 0)
     taken = [slot.take(nbytes, offset, 16) for nbytes, offset in ((10, 32), (16, 32), (16, 16), (16, 16))]
     assert [storage.data_ptr() - buffer.data_ptr() for storage in taken] == [32, 0, 16, 48]
     with pytest.raises(OffloadError, match="more than the 64 bytes"):
@@ -457,7 +559,7 @@ class _Rewriting(torch.autograd.Function):
 def test_a_tensor_that_a_backward_has_written_is_an_error(
     has_left: bool, engine: OffloadEngine, graphs: Graphs
 ) -> None:
-    with engine.graphs.capture_layers(owner=graphs.owner) as layers:
+    with capturing(graphs, engine) as layers:
         chunk = GraphedChunk([Rewriting(graphs.pool, WIDTH, 1.0), *graphs.layers[: 4 * has_left]], graphs.owner)
         chunk.capture_forward()
         graph = graphs.owner.CUDAGraph()
@@ -523,7 +625,7 @@ def test_what_is_to_stay_stays_spread_over_the_forwards() -> None:
     assert moved == {1.0: NUM_LAYERS - 1, 0.6: 3, 0.5: 2, 0.0: 0}
 
 
-@pytest.mark.parametrize(("order", "num_filled"), [*zip(ORDERS.values(), (1, 1, 2), strict=True)], ids=ORDERS)
+@pytest.mark.parametrize(("order", "num_filled"), [*zip(ORDERS.values(), (1, 1, 2, 1), strict=True)], ids=ORDERS)
 def test_bytes_that_are_to_stay_are_the_first_that_wait_for_their_backward(order: str, num_filled: int) -> None:
     """They fill up again where the microbatch that has them has had its backward."""
     moved = []
@@ -655,7 +757,7 @@ def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> No
 
 
 def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngine, graphs: Graphs) -> None:
-    with engine.graphs.capture_layers(owner=graphs.owner) as layers:
+    with capturing(graphs, engine) as layers:
         graphs.capture()
         with pytest.raises(OffloadError, match=r"replayed inside capture_layers\(\)"):
             graphs.run(0)
@@ -692,7 +794,7 @@ def test_a_capture_without_an_end_leaves_no_hooks_and_no_other_follows_it(
 
 
 def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: OffloadEngine, graphs: Graphs) -> None:
-    with engine.graphs.capture_layers(owner=graphs.owner, graphs_beside=0) as layers:
+    with capturing(graphs, engine, graphs_beside=0) as layers:
         chunk = graphs.chunks["0"] = GraphedChunk(graphs.layers[:1], graphs.owner)
         chunk.capture_forward()
         graph = graphs.owner.CUDAGraph()
@@ -706,14 +808,14 @@ def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: Offlo
 def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused(
     engine: OffloadEngine, graphs: Graphs
 ) -> None:
-    with engine.graphs.capture_layers(owner=graphs.owner, graphs_beside=0):
+    with capturing(graphs, engine, graphs_beside=0):
         chunk = GraphedChunk(graphs.layers[:4], graphs.owner)
         chunk.capture_forward()
         with pytest.raises(OffloadError, match="runs outside a capture: capture it, too"):
             chunk._static[0][1].sum().backward()
         graph = graphs.owner.CUDAGraph()
         graph.capture_begin()
-        with pytest.raises(OffloadError, match="reads more than"):
+        with pytest.raises(OffloadError, match="reads what two others have saved"):
             sum(out.sum() for _, out in chunk._static[1:]).backward()  # type: ignore[union-attr]
         graph.capture_end()
 
@@ -725,11 +827,23 @@ def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused
 ALWAYS_NEEDED = {"produced", "left"}
 
 
+def uses_of_kernels(graphs: Graphs) -> Iterator[ByteUse]:
+    for p in PASSES:
+        for chunk in graphs.chunks.values():
+            for graph in (*chunk._forwards, *chunk._backwards):
+                for _, out, inputs in graph.kernels:
+                    for tensor in (out, *inputs):
+                        storage = tensor.untyped_storage()
+                        begin, node = storage.data_ptr(), Node("replay", p, graph.number)
+                        yield ByteUse("device", begin, begin + storage.nbytes(), node, tensor is out)
+
+
 @pytest.mark.parametrize("beside", [0, 1, 2])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_uses_of_the_same_bytes_are_ordered(order: str, beside: int, engine: OffloadEngine) -> None:
-    layers = captured(Graphs(order), engine, graphs_beside=beside)
-    assert not unordered(layers, edges_of(layers))
+    graphs = Graphs(order)
+    layers = captured(graphs, engine, graphs_beside=beside)
+    assert not unordered(layers, edges_of(layers), list(uses_of_kernels(graphs)))
 
 
 def test_each_wait_is_needed_for_that(engine: OffloadEngine, graphs: Graphs) -> None:

@@ -269,7 +269,7 @@ def test_each_copy_arrives_and_the_event_is_recorded_last(
         ([cuda_calls.WAIT, 0, EVENT], (WAIT, LEADER, EVENT, 0, 0, 0), None),
         (
             [cuda_calls.COPY, STREAM, EVENT, KIND, 1, HOST, DEVICE, NBYTES],
-            (COPY, HOST, DEVICE, NBYTES, KIND, STREAM),
+            (BATCH, 1, STREAM, 1 << 8 | 1, 0, 1),  # a routine is never captured
             (EVENT, STREAM),
         ),
     ],
@@ -478,11 +478,14 @@ def test_a_routine_records_the_same_events_each_time(
         for _ in range(2):
             number(runtime, "num_calls").value = 0
             routine.run(LEADER)
-            assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, COPY, RECORD]
+            assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, BATCH, RECORD]
             assert last_record(runtime) == (copied_in.handle, STREAM)
             tensor, region = copies[0]
-            assert last_call(runtime) == (COPY, tensor.data_ptr(), HOST + region.offset, 1, 1, STREAM)
-            assert last_batch(runtime, 3) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
+            into = tensor.data_ptr(), HOST + region.offset, 1
+            assert last_batch(runtime, 3) == [
+                into,
+                *((HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies[1:]),
+            ]
     assert len({ran.handle, copied_out.handle, copied_in.handle}) == 3
 
 

@@ -62,7 +62,15 @@ def test_layers_are_captured_behind_the_step_that_attaches_offload() -> None:
 
 @pytest.mark.parametrize(
     ("scopes", "number"),
-    [("", 1), ("attn", 0), ("moe_router", 0), ("attn moe_router moe_preprocess", 0), ("attn mlp", 1), ("attn moe", 1)],
+    [
+        ("", 1),
+        ("attn", 0),
+        ("moe_router", 0),
+        ("attn moe_router moe_preprocess", 0),
+        ("attn mlp", 1),
+        ("attn moe", 1),
+        ("mamba", 1),
+    ],
 )
 def test_copies_run_beside_graphs_where_nothing_is_eager_between_them(scopes: str, number: int) -> None:
     graphs = SimpleNamespace(cuda_graph_scope=[Scope[scope] for scope in scopes.split()])

@@ -29,7 +29,7 @@ PACKAGE = str(Path(offload_engine.__file__).parent)
 MAX_CALLS = 224
 MAX_DEVICE_CALLS = 29  # of which 7 ask for the current stream, 6 are told of a release, 3 ask whether a thread copies
 # Python functions of the engine that the replay of a captured graph runs, without CUDA's routines.
-MAX_CALLS_OF_REPLAY = 5
+MAX_CALLS_OF_REPLAY = 3
 NUMEL = 64
 
 

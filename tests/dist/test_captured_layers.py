@@ -14,20 +14,27 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_patches import apply
 from offload_engine import OffloadConfig, OffloadError
+from offload_engine.captured_layers import CapturedLayers
 from tests.dist.launch import on_ranks
+from tests.dist.models import HYBRID
 from tests.dist.streams import Cuda, used_by_megatron
 from tests.dist.tiny import HIDDEN, MICRO_BATCH, NUM_LAYERS, SEQUENCE, make_chunks, make_config, run
 from tests.graph_device import GraphDevice, GraphWithoutReplay
 
 NAMES = ["attn_proj", "mlp_fc2"]
 ROW_BYTES = SEQUENCE * MICRO_BATCH * 4
+ACTIVATION_BYTES = ROW_BYTES * HIDDEN
 
 
 class _Helper:
-    """Captures each layer of a chunk as TransformerEngine does: all forwards, then all backwards."""
+    """Captures layers of a chunk as TransformerEngine does: all forwards, then all backwards.
+
+    Without experts: what runs there is not captured.
+    """
 
     def __init__(self, chunk: Any, config: Any) -> None:
         self.model = [chunk]
@@ -35,13 +42,14 @@ class _Helper:
         self.graphs: list[Any] = []
 
     def create_cudagraphs(self) -> None:
-        layers = list(self.model[0].decoder.layers)
+        layers = [layer for layer in self.model[0].decoder.layers if not _has_experts(layer)]
         mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
         outputs = []
         for layer in layers:
             x = torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
             with self._captured():
-                outputs.append(layer(x, attention_mask=mask)[0])
+                output = layer(x, attention_mask=mask)
+            outputs.append(output if isinstance(output, torch.Tensor) else output[0])
         for output in reversed(outputs):
             with self._captured():
                 output.backward(torch.ones_like(output))
@@ -55,8 +63,15 @@ class _Helper:
         graph.capture_end()
 
 
-@on_ranks()
-def test_named_modules_of_captured_layers_leave() -> None:
+def _has_experts(layer: torch.nn.Module) -> bool:
+    return hasattr(getattr(layer, "mlp", None), "experts")
+
+
+@contextmanager
+def _captured(
+    kind: str, names: list[str], scopes: list[str], **settings: Any
+) -> Iterator[tuple[CapturedLayers, TransformerConfig]]:
+    """Capture the layers of a model whose named modules are offloaded; run a step before and one behind it."""
     from megatron.core.transformer import cuda_graphs
 
     device = GraphDevice()
@@ -64,9 +79,9 @@ def test_named_modules_of_captured_layers_leave() -> None:
         used_by_megatron(device, Cuda(device), []),
         mock.patch.object(torch.cuda, "CUDAGraph", GraphWithoutReplay),
         mock.patch.object(cuda_graphs, "TECudaGraphHelper", _Helper),
-        apply(OffloadConfig(min_tensor_bytes=1), modules=NAMES) as handle,
+        apply(OffloadConfig(min_tensor_bytes=1), modules=names) as handle,
     ):
-        config = make_config(cuda_graph_impl="none")
+        config = make_config(kind, cuda_graph_impl="none", **settings)
         chunks = make_chunks(config)
         run(chunks, 1)
         helper = _Helper(chunks[0], config)
@@ -75,15 +90,41 @@ def test_named_modules_of_captured_layers_leave() -> None:
         assert engine is not None and not engine.graphs.layers  # the configuration captures nothing
         # A copy: the layers themselves read theirs, and would replay.
         helper.config = copy.copy(config)
-        vars(helper.config).update(cuda_graph_impl="transformer_engine", cuda_graph_scope=[], cuda_graph_modules=[])
+        vars(helper.config).update(
+            cuda_graph_impl="transformer_engine", cuda_graph_scope=scopes, cuda_graph_modules=scopes
+        )
         helper.create_cudagraphs()
         (layers,) = engine.graphs.layers
-        # The inputs of the projection and of the second linear layer, of all layers but the last.
-        assert layers.copied_out_bytes == (NUM_LAYERS - 1) * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
-        assert layers.slot_bytes == 2 * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
+        yield layers, config
         run(chunks, 1)
         with pytest.raises(OffloadError, match="captured layers still use"):
             handle.remove()
         for graph in helper.graphs:
             graph.reset()
     assert not device.hazards
+
+
+@on_ranks()
+def test_named_modules_of_captured_layers_leave() -> None:
+    with _captured("dense", NAMES, []) as (layers, config):
+        # The inputs of the projection and of the second linear layer, of all layers but the last.
+        assert layers.copied_out_bytes == (NUM_LAYERS - 1) * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
+        assert layers.slot_bytes == 2 * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
+
+
+@on_ranks()
+def test_named_modules_of_captured_mamba_layers_leave() -> None:
+    """With a stand-in for the mixer, whose kernels need a GPU."""
+    names = ["mamba_in_proj", "mamba_out_proj"]
+    with _captured("moe", names, ["mamba"], **HYBRID, num_layers=8) as (layers, _):
+        # Mamba, attention, dense and experts, twice. The inputs of both projections of two layers.
+        assert layers.copied_out_bytes == 4 * ACTIVATION_BYTES
+        assert layers.slot_bytes == 2 * 2 * ACTIVATION_BYTES
+
+
+@on_ranks()
+def test_captured_mamba_layers_without_a_name_stay_beside_attention_that_leaves() -> None:
+    with _captured("moe", ["attn_proj"], ["mamba", "attn"], **HYBRID, num_layers=8) as (layers, _):
+        assert layers.copied_out_bytes == 2 * ACTIVATION_BYTES
+        left = [number for number, step in enumerate(layers.steps) if step.copy_outs]
+        assert left == [1, 4]  # of six forwards, each second of three

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from offload_engine import LowestPeak, OffloadConfig, OffloadError, enable_activation_offloading
+from offload_engine._devices.regions import storage_at, whole
 from offload_engine.graph_captures import CapturedStep
 from offload_engine.policies import PolicySettings, ResidentLayers
 
@@ -45,7 +46,13 @@ def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def poison(captured: CapturedStep) -> None:
+def poison(captured: CapturedStep, graph: torch.cuda.CUDAGraph) -> None:
+    """Overwrite what a replay has to write before it reads it: host bytes, and all device memory of its own."""
+    pool, device = tuple(graph.pool()), torch.device("cuda", torch.cuda.current_device())
+    segments = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == pool]
+    assert segments
+    for segment in segments:
+        whole(storage_at(segment["address"], segment["total_size"], device)).fill_(0xFF)
     assert captured.slabs is not None
     for slab in captured.slabs.by_index.values():
         view = slab.view(0, slab.nbytes)  # type: ignore[attr-defined]
@@ -71,7 +78,7 @@ def test_replays_are_equal_to_the_last_bit(policy: PolicySettings) -> None:
         assert handle.stats.num_offloaded_groups > 0
         for _ in range(3):
             training.forget()
-            poison(captured)
+            poison(captured, graph)
             graph.replay()
             assert are_equal(training.result(), expected)
         training.step()  # eagerly, in between
@@ -137,7 +144,7 @@ def test_a_capture_by_other_code_on_its_own_stream_is_announced_around_it() -> N
     assert are_equal(training.result(), expected)
     for _ in range(3):
         training.forget()
-        poison(captured)
+        poison(captured, graph)
         graph.replay()
         assert are_equal(training.result(), expected)
     training.step()  # eagerly, on the default stream
