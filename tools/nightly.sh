@@ -22,7 +22,7 @@ step() { # COMMAND
     "$@" || failed="$failed"$'\n'"failed: $*"
 }
 
-measure_coverage() { # with the extra dev in the environment
+measure_coverage() {
     rm -f out/coverage/*
     "$python" -m coverage run -m pytest -q -n "$jobs" --dist worksteal tests/cpu tests/dist
     local status=$?
