@@ -17,6 +17,7 @@ from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.margin import margin_of
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.state import State, check_following
+from offload_engine._budget.summary import Measured
 from offload_engine._budget.verify import Verifier
 from offload_engine._budget.view import BudgetView
 from offload_engine._devices.base import Device, MemoryGauge
@@ -214,10 +215,11 @@ class BudgetController(BudgetView):
 
     def _verify(self) -> None:
         """Compare the step with its prediction, and correct the model if it was over the budget."""
-        self.measured_bytes, self.measured_ms = self._last.held_bytes(), self._last.milliseconds
-        grown = has_outgrown(self.decider, self._last.chunk_bytes)
-        own = excess_of(self.decider, self.measured_bytes, self._last.peak_bytes)
-        numbers = own.total, own.wasted, int(grown), round(_US * self.measured_ms)
+        last = self._last
+        self.measured = Measured(last.held_bytes(), last.peak_bytes, last.milliseconds)
+        grown = has_outgrown(self.decider, last.chunk_bytes)
+        own = excess_of(self.decider, self.measured.held_bytes, last.peak_bytes)
+        numbers = own.total, own.wasted, int(grown), round(_US * last.milliseconds)
         total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
@@ -236,7 +238,8 @@ class BudgetController(BudgetView):
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
-        self.measured_bytes = self._last.held_bytes()
+        held_bytes, allocated_bytes = self._last.held_bytes(), self._last.peak_bytes
+        self.measured = self.measured._replace(held_bytes=held_bytes, allocated_bytes=allocated_bytes)
         self._hold.wants_measure |= has_outgrown(self.decider, self._last.chunk_bytes)
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
         if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._hold.wants_measure),)) != (0,):
@@ -246,7 +249,7 @@ class BudgetController(BudgetView):
         if is_window_over:
             self._hold.use_what_is_left()
         if was_settled:
-            self._hold.answer(self.measured_bytes, is_window_over)
+            self._hold.answer(held_bytes, is_window_over)
 
     def _measure_again(self, why: str) -> None:
         self._hold.wants_measure = False

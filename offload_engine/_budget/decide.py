@@ -222,9 +222,9 @@ class Decider:
         If steps hold less, only the prediction of this decision changes: the others are upper bounds.
         """
         assert self.chosen is not None and self.known is not None
-        held = self.chosen.best.held_bytes + excess.total
+        held, overhead = self.chosen.best.held_bytes + excess.total, self.extra_bytes + excess.wasted
         self.correct(excess if excess.total > 0 else Excess())
-        self.chosen = self.known.remeasured(self.chosen, self.actions, held)
+        self.chosen = self.known.remeasured(self.chosen, self.actions, held, overhead)
         self._decisions[self.actions] = self.chosen
 
     def level(self) -> bool:

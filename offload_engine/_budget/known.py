@@ -59,9 +59,9 @@ class Known:
             guard_bytes=guard_bytes,
         )
 
-    def remeasured(self, chosen: Chosen, actions: tuple[Action, ...], held_bytes: int) -> Chosen:
-        """Return a choice with the predictions of the current model, given that a step of it held `held_bytes`."""
-        return remeasured(chosen, held_bytes, self.model, self._steps_of(actions))
+    def remeasured(self, chosen: Chosen, actions: tuple[Action, ...], held_bytes: int, overhead_bytes: int) -> Chosen:
+        """Return a choice with the predictions of the current model, given what a step of it held; see `remeasured`."""
+        return remeasured(chosen, held_bytes, overhead_bytes, self.model, self._steps_of(actions))
 
     def overhead_bytes(self, chosen: Chosen, actions: tuple[Action, ...]) -> int:
         """Return the bytes that the process holds besides its peak of allocated bytes, under a choice."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from rich.table import Table
 
@@ -35,23 +35,48 @@ class BudgetSummary:
     """The lowest possible budget, with everything offloaded."""
     lowest_step_ms: float
     """How long a step takes with that."""
+    predicted_allocated_bytes: int
+    """Of the predicted peak, allocated by tensors; the rest is reserved besides, or outside torch."""
+    measured_allocated_bytes: int
+    """Of the measured peak; 0 before."""
+    outside_bytes: int
+    """Held outside torch's allocator, as measured now: the context, libraries, other processes on the device."""
 
 
-def summary_of(chosen: Chosen, budget_bytes: int, measured_bytes: int, measured_ms: float) -> BudgetSummary:
-    """Sum up a decision."""
+class Measured(NamedTuple):
+    """What a step took: bytes at its peaks, and its time."""
+
+    held_bytes: int = 0
+    allocated_bytes: int = 0
+    milliseconds: float = 0.0
+    """Of the last step that was verified."""
+
+
+def summary_of(chosen: Chosen, budget_bytes: int, measured: Measured, outside_bytes: int) -> BudgetSummary:
+    """Sum up a decision.
+
+    Args:
+        chosen: the decision.
+        budget_bytes: the budget.
+        measured: what the last step that was verified or watched took.
+        outside_bytes: held outside torch's allocator.
+    """
     best, floor = chosen.best, chosen.floor
     return BudgetSummary(
         budget_bytes=budget_bytes,
         predicted_peak_bytes=best.held_bytes,
-        measured_peak_bytes=measured_bytes,
+        measured_peak_bytes=measured.held_bytes,
         predicted_step_ms=best.step_ms,
-        measured_step_ms=measured_ms,
+        measured_step_ms=measured.milliseconds,
         kept_bytes=sum(best.kept_bytes.values()),
         offloaded_bytes=sum(best.moved_bytes.values()),
         recomputed_bytes=sum(best.recomputed_bytes.values()),
         exposed_ms=best.stalled_ms,
         lowest_bytes=floor.held_bytes,
         lowest_step_ms=floor.step_ms,
+        predicted_allocated_bytes=best.held_bytes - best.overhead_bytes,
+        measured_allocated_bytes=measured.allocated_bytes,
+        outside_bytes=outside_bytes,
     )
 
 
@@ -73,17 +98,23 @@ def _module_table(chosen: Chosen) -> Table:
 
 
 def _total_table(summary: BudgetSummary) -> Table:
-    table = Table(title="Budget: the whole step", title_justify="left")
+    table = Table(title="Budget: the whole step, MiB", title_justify="left")
     table.add_column("")
-    for name in ("memory, MiB", "step, ms"):
+    for name in ("held", "allocated", "reserved besides", "outside torch", "step, ms"):
         table.add_column(name, justify="right")
-    table.add_row("budget", _mib(summary.budget_bytes), "")
-    table.add_row("predicted", _mib(summary.predicted_peak_bytes), f"{summary.predicted_step_ms:,.1f}")
+    table.add_row("budget", _mib(summary.budget_bytes))
+    parts = _parts(summary.predicted_peak_bytes, summary.predicted_allocated_bytes, summary.outside_bytes)
+    table.add_row("predicted", *parts, f"{summary.predicted_step_ms:,.1f}")
+    parts = _parts(summary.measured_peak_bytes, summary.measured_allocated_bytes, summary.outside_bytes)
     measured_ms = f"{summary.measured_step_ms:,.1f}" if summary.measured_step_ms else "-"
-    measured = _mib(summary.measured_peak_bytes) if summary.measured_peak_bytes else "-"
-    table.add_row("measured", measured, measured_ms)
-    table.add_row("lowest budget", _mib(summary.lowest_bytes), f"{summary.lowest_step_ms:,.1f}")
+    table.add_row("measured", *(parts if summary.measured_peak_bytes else "----"), measured_ms)
+    table.add_row("lowest budget", _mib(summary.lowest_bytes), "", "", "", f"{summary.lowest_step_ms:,.1f}")
     return table
+
+
+def _parts(held_bytes: int, allocated_bytes: int, outside_bytes: int) -> list[str]:
+    reserved_bytes = max(0, held_bytes - allocated_bytes - outside_bytes)
+    return [_mib(nbytes) for nbytes in (held_bytes, allocated_bytes, reserved_bytes, outside_bytes)]
 
 
 def _mib(nbytes: int) -> str:

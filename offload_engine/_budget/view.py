@@ -12,7 +12,7 @@ from typing import Final
 from offload_engine._budget.decide import Decider
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.shortage import MemoryParts, shortage_text
-from offload_engine._budget.summary import BudgetSummary, budget_text, summary_of
+from offload_engine._budget.summary import BudgetSummary, Measured, budget_text, summary_of
 from offload_engine._devices.base import MemoryGauge
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,7 @@ class BudgetView:
 
     Attributes:
         decider: has the decision, and the hooks of the caller.
-        measured_bytes: the most bytes that the process held in the last step that was verified or watched.
-        measured_ms: time of the last step that was verified.
+        measured: bytes of the last step that was verified or watched, and the time of the last that was verified.
         planning_ms: host time between steps spent on decisions and on the measurement of the link. Waiting for the
             device to reach the end of a step does not count: the device idles only from there on.
         num_planning_steps: number of steps so far that were measured or verified, before a decision holds.
@@ -39,8 +38,7 @@ class BudgetView:
     def __init__(self, decider: Decider, last: LastStep) -> None:
         self.decider: Decider = decider
         self._last = last
-        self.measured_bytes: int = 0
-        self.measured_ms: float = 0.0
+        self.measured: Measured = Measured()
         self.planning_ms: float = 0.0
         self.num_planning_steps: int = 0
 
@@ -56,7 +54,9 @@ class BudgetView:
     def summary(self) -> BudgetSummary | None:
         """Return the figures of the decision; None before there is one."""
         chosen = self.decider.chosen
-        return chosen and summary_of(chosen, self.decider.budget_bytes, self.measured_bytes, self.measured_ms)
+        if chosen is None:
+            return None
+        return summary_of(chosen, self.decider.budget_bytes, self.measured, self._gauge.outside_bytes())
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -81,8 +81,8 @@ class BudgetView:
             self.decider.budget_bytes / _GIB,
             best.held_bytes / _GIB,
             best.step_ms,
-            self.measured_bytes / _GIB,
-            self.measured_ms,
+            self.measured.held_bytes / _GIB,
+            self.measured.milliseconds,
         )
 
     def shortage(self, resident_bytes: int) -> str:

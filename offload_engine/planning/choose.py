@@ -93,12 +93,13 @@ def choose(
     return Chosen(_best(tried, limit), floor, top, _improving(tried), *ratios)
 
 
-def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps) -> Chosen:
+def remeasured(chosen: Chosen, held_bytes: int, overhead_bytes: int, model: MemoryModel, steps: Steps) -> Chosen:
     """Return a choice with the memory of a corrected model.
 
     Args:
         chosen: the choice so far.
         held_bytes: measured with the best step.
+        overhead_bytes: of these, besides the peak of allocated bytes.
         model: corrected by this measurement.
         steps: steps of the job.
     """
@@ -106,7 +107,11 @@ def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps
     def again(prediction: Prediction) -> Prediction:
         return prediction._replace(held_bytes=held_with(model, steps, prediction.decision))
 
-    best, floor, top = chosen.best._replace(held_bytes=held_bytes), again(chosen.floor), again(chosen.top)
+    best, floor, top = (
+        chosen.best._replace(held_bytes=held_bytes, overhead_bytes=overhead_bytes),
+        again(chosen.floor),
+        again(chosen.top),
+    )
     ends = {floor.decision: floor, top.decision: top, best.decision: best}
     curve = [ends.get(each.decision) or again(each) for each in chosen.curve]
     return chosen._replace(best=best, floor=ends[floor.decision], top=ends[top.decision], curve=_improving(curve))

@@ -39,6 +39,8 @@ class Prediction(NamedTuple):
     """Groups copied out in a step."""
     busy: float = 0.0
     """Share of the floor's waits for copies that this step avoids."""
+    overhead_bytes: int = 0
+    """Of `held_bytes`, those besides the peak of allocated bytes."""
 
     @property
     def stalled_ms(self) -> float:
@@ -121,6 +123,7 @@ class Predictor:
             *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
             busy=busy,
+            overhead_bytes=self.model.overhead_with(residents),
         )
 
     def _fitted_ms(self, outcome: Outcome) -> float:

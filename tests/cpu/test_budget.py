@@ -542,8 +542,20 @@ def test_the_first_decision_leaves_a_part_of_what_the_floor_reserves_in_vain() -
         job.step()
     assert job.states[-3:] == [State.VERIFY, State.VERIFY, State.HOLD]  # no step was above, so nothing is corrected
     assert job.controller.decider.guard_bytes >= 3 * wasted // 10
-    assert gauge.held_bytes() <= budget and job.controller.measured_bytes <= budget
-    assert job.summary.predicted_peak_bytes == job.controller.measured_bytes
+    assert gauge.held_bytes() <= budget and job.controller.measured.held_bytes <= budget
+    assert job.summary.predicted_peak_bytes == job.controller.measured.held_bytes
+
+
+def test_the_table_tells_what_is_allocated_reserved_besides_and_outside() -> None:
+    job, gauge = on_fragments(1 << 40, 100 * KIB, 60 * KIB)
+    gauge.outside_bytes = lambda: 40 * KIB  # type: ignore[method-assign]
+    job.steps(8)
+    summary = job.summary
+    assert summary.predicted_allocated_bytes == summary.measured_allocated_bytes == gauge.peak_bytes()
+    parts = gauge.held_bytes(), gauge.peak_bytes(), 20 * KIB, 40 * KIB
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in job.controller.report().splitlines()]
+    found = {row[0]: row[1:-1] for row in rows if row}
+    assert found["predicted"] == found["measured"] == [f"{nbytes / (1 << 20):,.1f}" for nbytes in parts]
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _with_unequal_room(name: str) -> tuple[str, list[str]]:
         for _ in range(NUM_STEPS):
             assert job.step(extra=budget - top + (top - floor) // 2) == expected
             states.append(job.view.state)
-        assert states[-1] is State.HOLD and job.view.measured_bytes <= budget
+        assert states[-1] is State.HOLD and job.view.measured.held_bytes <= budget
         assert job.view.decider.chosen.best.num_moves or not job.is_skewed
         return job.decision, [state.name for state in states]
 
