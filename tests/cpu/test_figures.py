@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, enable_activation_offloading
+from offload_engine._devices import copy_worker
 from offload_engine._observe.goals import Goals
 from offload_engine.config import MIB
 from offload_engine.functions import group_commit, group_start
@@ -53,11 +55,17 @@ def train(model: nn.Module, num_steps: int = 1) -> None:
         model(torch.randn(512, 64)).square().mean().backward()
 
 
-def test_waits_are_timed() -> None:
+def test_waits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_slowly(*args: Any) -> None:
+        time.sleep(0.005)
+        read(*args)
+
+    read = copy_worker._read
+    monkeypatch.setattr(copy_worker, "_read", read_slowly)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none"))
     for ask in (engine.timer.ask, engine.record):
         ask()
-        with engine.iteration():  # compute waits for a copy-in that is issued too late to be hidden
+        with engine.iteration():  # compute waits for a copy-in that takes longer than it
             chunk = engine.start_chunk()
             x = torch.randn(1 << 21, requires_grad=True)
             for _ in range(3):
