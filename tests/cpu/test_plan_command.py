@@ -120,7 +120,7 @@ def _loss(model: Any, length: int = SEQUENCE) -> torch.Tensor:
 
 def test_attention_is_fused_with_fewer_keys_than_queries() -> None:
     """As on a GPU: no matrix of scores is saved, and the time grows with the square of the sequence."""
-    pytest.importorskip("transformers", minversion="5.17", reason="4.57 and 5.0 save more, for a reason not known")
+    pytest.importorskip("transformers", minversion="5.17", reason="5.0 saves more, for a reason not known")
     saved, times = [], []
     for length in (8192, 16384):
         rehearsal = ModelRehearsal(_make(num_key_value_heads=1), partial(_loss, length=length), H200)
