@@ -101,7 +101,6 @@ class BudgetView:
 
     def _expected(self) -> MemoryParts | None:
         """Return what the decision in force takes; None before the first that was measured."""
-
         chosen, extra = self.decider.chosen, self.decider.extra_bytes
         if chosen is None:
             return None

@@ -375,12 +375,16 @@ class Large(Layer):
             self.pool.launch(torch.neg, out, torch.zeros(WIDTH))
 
 
-class _Large(torch.autograd.Function):
+class _PassesThrough(torch.autograd.Function):
+    """Its forward does nothing; a layer acts in its backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Large) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         ctx.layer = layer
         return x.view_as(x)
 
+
+class _Large(_PassesThrough):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.layer.is_in_backward:
@@ -426,12 +430,7 @@ def test_what_a_backward_computes_again_leaves_the_slots_there(engine: OffloadEn
             out: torch.Tensor = _Again.apply(super().__call__(x), self)
             return out
 
-    class _Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-            ctx.layer = layer
-            return x.view_as(x)
-
+    class _Again(_PassesThrough):
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             with torch.enable_grad():  # it saves before the backward has read anything
