@@ -6,10 +6,10 @@ For the shapes of a benchmark such a rehearsal allocates what GPUs have shown, t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from tests.dist.launch import run_ranks
 
@@ -86,13 +86,17 @@ def _planned(stage: Any, budget: int) -> Any:
 
 
 def _job(stages: int) -> Any:
+    from benchmarks.gpu.model import make_config
+    from benchmarks.gpu.settings import Shape
     from megatron_patches._rehearsal.job import TrainingJob
 
     sizes: dict[str, Any] = {"pipeline_model_parallel_size": stages}
     if stages > 1:
         sizes["virtual_pipeline_model_parallel_size"] = 2
+    layers, vpp = (LAYERS, 0) if stages == 1 else (2 * LAYERS, 2)
+    shape = Shape(layers=layers, hidden=HIDDEN, ffn=FFN, heads=8, pp=stages, vpp=vpp)
     return TrainingJob(
-        _make_config(sizes),
+        partial(make_config, shape, False),
         vocab_size=VOCABULARY,
         seq_length=TOKENS,
         micro_batch_size=1,
@@ -103,36 +107,6 @@ def _job(stages: int) -> Any:
         optimizer_bytes=0,
         parallel=sizes,
     )
-
-
-def _make_config(sizes: dict[str, Any]) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    def make(**changes: Any) -> TransformerConfig:
-        return TransformerConfig(
-            num_layers=LAYERS if len(sizes) == 1 else 2 * LAYERS,
-            hidden_size=HIDDEN,
-            num_attention_heads=8,
-            ffn_hidden_size=FFN,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            pipeline_dtype=torch.bfloat16,
-            add_bias_linear=False,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            bias_activation_fusion=True,
-            normalization="RMSNorm",
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            gradient_accumulation_fusion=False,
-            deallocate_pipeline_outputs=True,
-            batch_p2p_comm=False,
-            overlap_p2p_comm=len(sizes) > 1,
-            **sizes,
-            **changes,
-        )
-
-    return make
 
 
 class _Gauge:
