@@ -67,6 +67,7 @@ class PlannedPolicy(Policy):
         self._has_schedule = self._is_whole_step = False
         self._log = ShapeLog()
         self._shapes: Shapes = ()  # from which the plan was made
+        self._scheduled: set[ChunkKey] = set()  # the chunks of the plan
         self._chunks: dict[ChunkKey, ChunkProgress] = {}
         self._unplanned: set[ChunkKey] = set()
         self._held_back: dict[TensorGroup, None] = {}  # committed groups that the plan copies out later
@@ -95,6 +96,7 @@ class PlannedPolicy(Policy):
         self._has_schedule |= self._is_whole_step
         shapes = self._shown(actions) if self._is_whole_step else None
         self._shapes = shapes or ()
+        self._scheduled = {key for _, key in actions}
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
         # A copy-out under a plan comes back by that plan, released early or not.
         self.releases_completed = self.plan is not None or self._reactive.releases_completed
@@ -202,7 +204,7 @@ class PlannedPolicy(Policy):
             yield op, group
 
     def _is_as_planned(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
-        if chunk.key.stage >= len(self._shapes):
+        if chunk.key not in self._scheduled:
             return False
         groups = self._shapes[chunk.key.stage].groups
         if group.index >= len(groups):

@@ -173,3 +173,23 @@ def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
             chunk.end_forward()
     assert weight.grad is not None and weight.grad.tolist() == [9.0] * 256
     engine.close()
+
+
+def test_a_release_is_recorded_with_its_own_bytes_alone() -> None:
+    """The second group shares a storage that the first has taken to the host before."""
+    config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0))
+    engine = OffloadEngine(config, device=AdversarialDevice())
+    engine.record()
+    shared, own = torch.zeros(64), torch.zeros(16)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        handles = []
+        for tensors in ([shared], [shared, own]):
+            chunk.open_group("fc")
+            handles += [chunk.tensor_push(tensor) for tensor in tensors]
+            chunk.close_group()
+        chunk.end_forward()
+        del handles
+    record = engine.last_record
+    assert record is not None
+    assert [move.nbytes for move in record.moves if move.op is DROP] == [256, 64]

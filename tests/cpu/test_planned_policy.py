@@ -156,12 +156,13 @@ def test_a_group_may_have_an_eighth_more_than_planned(more_bytes: int, num_unpla
     assert bench.engine.stats.num_unplanned_groups == num_unplanned
 
 
-def test_a_chunk_that_the_schedule_does_not_have_goes_without_the_plan() -> None:
+@pytest.mark.parametrize("key", [ChunkKey(1, 0), ChunkKey(0, 99)], ids=["stage", "microbatch"])
+def test_a_chunk_that_the_schedule_does_not_have_goes_without_the_plan(key: ChunkKey) -> None:
     bench = Bench()
     for _ in range(2):
         bench.step(PIPELINE)
     with bench.engine.iteration(PIPELINE):
-        handle = save_group(bench.engine.start_chunk(ChunkKey(1, 0)), "a", 0)
+        handle = save_group(bench.engine.start_chunk(key), "a", 0)
         assert (bench.engine.stats.num_unplanned_groups, bench.engine.stats.num_offloaded_groups) == (1, 1)
         del handle
 
