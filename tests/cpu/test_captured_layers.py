@@ -177,7 +177,12 @@ def test_compute_is_the_stream_that_is_current_when_a_graph_is_replayed(
     captured(graphs, engine)
     recorded: list[Any] = []
     record = device.record_event
-    monkeypatch.setattr(device, "record_event", lambda stream: [recorded.append(stream), record(stream)][1])
+
+    def noted(stream: Any) -> Any:
+        recorded.append(stream)
+        return record(stream)
+
+    monkeypatch.setattr(device, "record_event", noted)
     for name in ("one", "other"):
         with device.compute_stream(name) as stream:
             device.wait_stream(stream, engine._context.copy_in_stream)
