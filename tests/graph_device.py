@@ -143,6 +143,9 @@ class GraphRoutine:
     def copy_in(self, stream: AdversarialStream, copies: list[tuple[HostRegion, torch.Tensor]]) -> RoutineEvent:
         return self._note(lambda _: self._device.copy_in(stream, copies))
 
+    def finish(self) -> Callable[[AdversarialStream], None]:
+        return self.run
+
     def run(self, compute: AdversarialStream) -> None:
         for call in self._calls:
             call(compute)

@@ -30,7 +30,7 @@ _COLUMNS: dict[str, Column] = {
     "reserved MiB": ("reserved_bytes", "MiB"),
     "allocated MiB": ("allocated_bytes", "MiB"),
     "on host MiB": ("moved_bytes", "MiB"),
-    "around a replay us": ("around_replay_us", ".1f"),
+    "around a replay us": lambda record: _mean_and_median(record.get("around_replays_us")),
     "loss": ("loss", ".6f"),
 }
 _SUMMARY: dict[str, Column] = {
@@ -93,6 +93,10 @@ def summarize(turns: Sequence[Record]) -> list[Record]:
 
 def _most_mib(turns: Sequence[Record], what: str) -> int:
     return round(max(turn[f"{what}_bytes"] for turn in turns) / MIB)
+
+
+def _mean_and_median(values: Sequence[float] | None) -> str:
+    return f"{statistics.mean(values):.1f}, median {statistics.median(values):.1f}" if values else ""
 
 
 def _description(job: Job) -> Record:

@@ -17,6 +17,8 @@ from .settings import WARMUP, Job
 if TYPE_CHECKING:
     from offload_engine import OffloadEngine
 
+_STEPS_AROUND = 3  # in which the host's time around replays is measured
+
 
 def measure(job: Job) -> dict[str, Any]:
     """Train in this process, which has the GPU to itself; return the fields of a record."""
@@ -45,14 +47,14 @@ def measure(job: Job) -> dict[str, Any]:
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "moved_bytes": _moved_bytes(job, engine),
             "loss": sum(value.item() for value in losses),
-            "around_replay_us": _around_replay_us(training, engine),
+            "around_replays_us": _around_replays_us(training, engine),
         }
         training.close()
     return found
 
 
-def _around_replay_us(training: _Training, engine: OffloadEngine | None) -> float:
-    """Return the host's time around the replay of one graph of a layer, on average over a step; 0 without any."""
+def _around_replays_us(training: _Training, engine: OffloadEngine | None) -> list[float]:
+    """Return the host's time around each replay of a graph of a layer in some steps: before it and after it."""
     seconds: list[float] = []
 
     def timed(call: Callable[[int], None]) -> Callable[[int], None]:
@@ -65,8 +67,9 @@ def _around_replay_us(training: _Training, engine: OffloadEngine | None) -> floa
 
     for layers in () if engine is None else engine.graphs.layers:
         layers.before, layers.after = timed(layers.before), timed(layers.after)
-    training.step()
-    return 2e6 * sum(seconds) / len(seconds) if seconds else 0.0
+    for _ in range(_STEPS_AROUND):
+        training.step()
+    return [1e6 * (before + after) for before, after in zip(seconds[0::2], seconds[1::2], strict=True)]
 
 
 @contextlib.contextmanager

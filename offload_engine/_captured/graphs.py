@@ -32,7 +32,7 @@ class Listener(Protocol):
         """Prepare a replay of the graph of this capture."""
 
     def after(self, number: int) -> None:
-        """Note that the replay has been issued."""
+        """Note that the replay has been issued, on the stream that was current in `before`."""
 
     def note_freed(self, number: int) -> None:
         """Note that the graph of this capture has been reset or freed."""
@@ -76,11 +76,13 @@ def told_of_graphs(listener: Listener, owner: Any = torch.cuda) -> Iterator[None
                 listener.finish()
 
         def replay(self) -> None:
-            if self.number >= 0:
-                listener.before(self.number)
+            number = self.number
+            if number < 0:
+                super().replay()
+                return
+            listener.before(number)
             super().replay()
-            if self.number >= 0:
-                listener.after(self.number)
+            listener.after(number)
 
         def reset(self) -> None:
             super().reset()

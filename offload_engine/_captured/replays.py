@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offload_engine._captured.program import Step
-from offload_engine._devices.base import COMPUTE, DeviceGraphs, Event, Routine
+from offload_engine._devices.base import COMPUTE, DeviceGraphs, Event, Stream
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import OffloadError
+
+Run = Callable[[Stream], None]
+"""Makes the calls before or after a replay, on the stream of the replay."""
 
 
 class Replays:
     """Runs a program once in each pass through its graphs.
 
-    All calls are recorded once. For each replay the host only runs two routines, one before it and one after it.
+    All calls are recorded once. Around each replay the host only calls two functions that make them.
 
     Args:
         steps: waits and copies of the graphs, in their order.
@@ -24,17 +27,23 @@ class Replays:
     def __init__(self, steps: Sequence[Step], context: TransferContext) -> None:
         self._context = context
         self._current_stream = context.device.current_stream
+        self._compute: Stream = None  # of the replay under way, so that it is asked for once
         notes = _Notes(context)
-        self._routines = [(notes.before(number, step), notes.after(number, step)) for number, step in enumerate(steps)]
+        self._before: list[Run | None] = []
+        self._after: list[Run | None] = []
+        for number, step in enumerate(steps):
+            self._before.append(notes.before(number, step))
+            self._after.append(notes.after(number, step))
         self._next = 0
         self._is_under_way = False  # a pass has begun, and the copies after its last graph are not issued
 
     def before(self, number: int) -> None:
-        """Run the routine before a replay, on its stream. May be called again if that replay raised an error.
+        """Issue what a replay waits for, on its stream. May be called again if that replay raised an error.
 
         Raises:
             OffloadError: if this graph is neither the next one in the order of the captures nor the first.
         """
+        self._compute = self._current_stream()
         if number == 0:
             self._begin()
         elif number != self._next:
@@ -42,17 +51,17 @@ class Replays:
                 f"CUDA graph {number} is replayed where graph {self._next} was captured: with offload, replay them "
                 "in the order of their captures, because they use each other's memory"
             )
-        routine = self._routines[number][0]
-        if routine is not None:
-            routine.run(self._current_stream())
+        run = self._before[number]
+        if run is not None:
+            run(self._compute)
 
     def after(self, number: int) -> None:
-        """Run the routine after a replay, on its stream. If this is interrupted, only a new pass may follow."""
+        """Issue the copies after a replay, on the stream of `before`. If interrupted, only a new pass may follow."""
         self._next = 0  # until all copies are issued: some may overwrite what this graph has read
-        routine = self._routines[number][1]
-        if routine is not None:
-            routine.run(self._current_stream())
-        if number + 1 < len(self._routines):
+        run = self._after[number]
+        if run is not None:
+            run(self._compute)
+        if number + 1 < len(self._after):
             self._next = number + 1
         else:
             self._is_under_way = False
@@ -64,7 +73,7 @@ class Replays:
         """
         self._next = 0
         if self._is_under_way:
-            self._context.device.wait_stream(self._current_stream(), self._context.copy_in_stream)
+            self._context.device.wait_stream(self._compute, self._context.copy_in_stream)
         self._is_under_way = True
 
 
@@ -82,8 +91,8 @@ class _Notes:
         self._copied_out: dict[int, Event] = {}  # by the graph that has saved
         self._copied_in: dict[int, Event] = {}  # by the graph that reads
 
-    def before(self, number: int, step: Step) -> Routine | None:
-        """Return the routine to run before a replay; None if it would be empty."""
+    def before(self, number: int, step: Step) -> Run | None:
+        """Return what to call before a replay; None if it would make no call."""
         if not (step.left or step.reads):
             return None
         calls = self._graphs.new_routine()
@@ -91,10 +100,10 @@ class _Notes:
             calls.wait_event(COMPUTE, self._copied_out[saved_by])  # Rule 3
         if step.reads:
             calls.wait_event(COMPUTE, self._copied_in[number])  # Rule 5
-        return calls
+        return calls.finish()
 
-    def after(self, number: int, step: Step) -> Routine | None:
-        """Return the routine to run after a replay; None if it would be empty."""
+    def after(self, number: int, step: Step) -> Run | None:
+        """Return what to call after a replay; None if it would make no call."""
         if not (step.copy_outs or step.copy_ins):
             return None
         calls = self._graphs.new_routine()
@@ -108,4 +117,4 @@ class _Notes:
             for saved_by in copy_in.saved_by:
                 calls.wait_event(self._into, self._copied_out[saved_by])  # Rule 3; compute itself waits later
             self._copied_in[copy_in.number] = calls.copy_in(self._into, copy_in.copies)
-        return calls
+        return calls.finish()

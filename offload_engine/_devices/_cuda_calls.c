@@ -13,6 +13,7 @@ typedef int (*wait_t)(void *stream, void *event, unsigned flags);
 typedef int (*query_t)(void *event);
 typedef int (*copy_t)(void *target, const void *source, size_t nbytes, int kind, void *stream);
 typedef int (*last_error_t)(void);
+typedef int (*get_device_t)(int *device);
 
 /* cudaMemcpyAttributes of CUDA 13. */
 typedef struct {
@@ -37,6 +38,7 @@ typedef struct {
     query_t query;
     copy_t copy;
     last_error_t last_error;
+    get_device_t get_device;
     copy_batch_t copy_batch; /* NULL: the runtime has none, or one with other arguments */
 } Calls;
 
@@ -164,12 +166,15 @@ static PyObject *calls_copy_all(PyObject *self, PyObject *const *args, Py_ssize_
 typedef struct {
     PyObject_VAR_HEAD
     Calls *calls;
+    PyObject *otherwise; /* called with the routine and a code, where not all calls were made */
+    int device;
     size_t numbers[];
 } Routine;
 
 #define ROUTINE_RECORD 0 /* stream, event */
 #define ROUTINE_WAIT 1   /* stream, event */
 #define ROUTINE_COPY 2   /* stream, event, kind, count; then targets, sources and sizes */
+#define OTHER_DEVICE -1  /* none of CUDA's codes */
 
 /* Returns how many of `left` numbers the call at `at` has; 0 if it is none. */
 static size_t length_of(const size_t *at, size_t left)
@@ -195,28 +200,45 @@ static int make_call(const Calls *calls, size_t *at, void *compute)
     }
 }
 
+/* Makes the calls up to the first that fails. Stream 0 is that of the current device, so no call is made on another. */
+static int make_calls(Routine *routine, void *compute)
+{
+    size_t *at = routine->numbers, *end = at + Py_SIZE(routine);
+    int code = 0, device;
+    if (compute == NULL) {
+        code = routine->calls->get_device(&device);
+        if (code == 0 && device != routine->device)
+            code = OTHER_DEVICE;
+    }
+    for (; at < end && code == 0; at += length_of(at, (size_t)(end - at)))
+        code = make_call(routine->calls, at, compute);
+    return code;
+}
+
 static PyObject *routine_run(PyObject *self, PyObject *argument)
 {
     Routine *routine = (Routine *)self;
-    size_t *at = routine->numbers, *end = at + Py_SIZE(self), compute = PyLong_AsSize_t(argument);
-    int code = 0;
+    size_t compute = PyLong_AsSize_t(argument);
+    int code;
     if (compute == (size_t)-1 && PyErr_Occurred())
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    for (; at < end && code == 0; at += length_of(at, (size_t)(end - at)))
-        code = make_call(routine->calls, at, (void *)compute);
+    code = make_calls(routine, (void *)compute);
     Py_END_ALLOW_THREADS
-    return PyLong_FromLong(code);
+    if (code != 0)
+        return PyObject_CallFunction(routine->otherwise, "Oi", self, code);
+    Py_RETURN_NONE;
 }
 
 static void routine_dealloc(PyObject *self)
 {
     Py_XDECREF(((Routine *)self)->calls);
+    Py_XDECREF(((Routine *)self)->otherwise);
     Py_TYPE(self)->tp_free(self);
 }
 
 static PyMethodDef routine_methods[] = {
-    {"run", routine_run, METH_O, "Make the calls, up to the first that fails; return its code. Takes a stream."},
+    {"run", routine_run, METH_O, "Make the calls. Takes a stream."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -248,14 +270,18 @@ static int fill(Routine *routine, PyObject *list)
     return 1;
 }
 
-static PyObject *calls_routine(PyObject *self, PyObject *list)
+static PyObject *calls_routine(PyObject *self, PyObject *args)
 {
+    PyObject *list, *otherwise;
     Routine *routine;
-    if (!PyList_Check(list))
-        return PyErr_Format(PyExc_TypeError, "routine() takes a list of numbers");
+    int device;
+    if (!PyArg_ParseTuple(args, "O!iO:routine", &PyList_Type, &list, &device, &otherwise))
+        return NULL;
     if ((routine = PyObject_NewVar(Routine, &RoutineType, PyList_GET_SIZE(list))) == NULL)
         return NULL;
     routine->calls = (Calls *)Py_NewRef(self);
+    routine->otherwise = Py_NewRef(otherwise);
+    routine->device = device;
     if (!fill(routine, list))
         Py_CLEAR(routine);
     return (PyObject *)routine;
@@ -268,14 +294,14 @@ static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
 
 static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"record", "wait", "query", "copy", "last_error", "copy_batch", NULL};
-    unsigned long long record, wait, query, copy, last_error, copy_batch;
+    static char *names[] = {"record", "wait", "query", "copy", "last_error", "get_device", "copy_batch", NULL};
+    unsigned long long record, wait, query, copy, last_error, get_device, copy_batch;
     Calls *calls = (Calls *)self;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKKK", names, &record, &wait, &query, &copy, &last_error,
-                                     &copy_batch))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKKKK", names, &record, &wait, &query, &copy, &last_error,
+                                     &get_device, &copy_batch))
         return -1;
-    if (!record || !wait || !query || !copy || !last_error) {
-        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of its first five functions, and 0 is none");
+    if (!record || !wait || !query || !copy || !last_error || !get_device) {
+        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of its first six functions, and 0 is none");
         return -1;
     }
     calls->record = (record_t)(uintptr_t)record;
@@ -283,6 +309,7 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
     calls->query = (query_t)(uintptr_t)query;
     calls->copy = (copy_t)(uintptr_t)copy;
     calls->last_error = (last_error_t)(uintptr_t)last_error;
+    calls->get_device = (get_device_t)(uintptr_t)get_device;
     calls->copy_batch = (copy_batch_t)(uintptr_t)copy_batch;
     return 0;
 }
@@ -296,7 +323,9 @@ static PyMethodDef calls_methods[] = {
     {"copy_all", (PyCFunction)(void (*)(void))calls_copy_all, METH_FASTCALL,
      "cudaMemcpyBatchAsync, or cudaMemcpyAsync for each, then cudaEventRecord; takes (stream, event, kind) and a list: "
      "target, source and size of each copy"},
-    {"routine", calls_routine, METH_O, "Return calls in a row, which are made at once; takes their numbers."},
+    {"routine", calls_routine, METH_VARARGS,
+     "Return calls in a row, which are made at once; takes their numbers, a device, and what is called with the routine "
+     "and a code where not all were made."},
     {"last_error", calls_last_error, METH_NOARGS, "cudaGetLastError()"},
     {NULL, NULL, 0, NULL},
 };

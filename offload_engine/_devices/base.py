@@ -10,6 +10,7 @@ Streams, events and time marks are opaque: only the device that made them reads 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import torch
@@ -23,7 +24,7 @@ Event = Any
 TimeMark = Any
 
 COMPUTE: Final[Stream] = 0
-"""In the calls of a `Routine`, stands for the stream that is passed to `Routine.run`."""
+"""In the calls of a `Routine`, stands for the stream that is passed to what `Routine.finish` returns."""
 
 
 class CopyError(RuntimeError):
@@ -92,11 +93,11 @@ class Routine(Protocol):
     def copy_in(self, stream: Stream, copies: list[tuple[HostRegion, torch.Tensor]]) -> Event:
         """Add copies on `stream`; return the event after the last byte."""
 
-    def run(self, compute: Stream) -> None:
-        """Make the calls; none may be added from now on.
+    def finish(self) -> Callable[[Stream], None]:
+        """Return the function that makes the calls, with the stream that it is given for `COMPUTE`.
 
-        Raises:
-            CopyError: if one is refused; those after it are not made.
+        No call may be added from now on. The function raises `CopyError` if a call is refused; those after it are not
+        made.
         """
 
 

@@ -30,17 +30,19 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaHostGetDevicePointer": (ctypes.POINTER(HANDLE), HANDLE, ctypes.c_uint),
     "cudaMemcpyAsync": (HANDLE, HANDLE, ctypes.c_size_t, ctypes.c_int, HANDLE),
     "cudaGetLastError": (),
+    "cudaGetDevice": (ctypes.POINTER(ctypes.c_int),),
     "cudaRuntimeGetVersion": (ctypes.POINTER(ctypes.c_int),),
 }
 
 RECORD, WAIT, COPY = 0, 1, 2  # the codes of the calls of a routine
+OTHER_DEVICE = -1  # none of CUDA's codes
 
 
 class Routine(Protocol):
     """A sequence of calls, made by `Calls.routine`."""
 
-    def run(self, compute: int, /) -> int:
-        """Make the calls, with `compute` for a stream of 0, up to the first that fails; return CUDA's error code."""
+    def run(self, compute: int, /) -> None:
+        """Make the calls, with `compute` for a stream of 0, up to the first that fails."""
 
 
 class Calls(Protocol):
@@ -65,8 +67,11 @@ class Calls(Protocol):
         CUDA refuses it. One is not: it may be a part of a capture, which refuses it, too.
         """
 
-    def routine(self, numbers: list[int], /) -> Routine:
+    def routine(self, numbers: list[int], device: int, otherwise: Callable[[Routine, int], None], /) -> Routine:
         """Return a sequence of calls that are made at once.
+
+        If one fails, `otherwise` is called with the sequence and CUDA's error code; if `compute` is the default stream,
+        and the current device is not `device`, no call is made and the code is OTHER_DEVICE.
 
         Each is a code and its numbers: RECORD or WAIT, the stream (0: the argument of `Routine.run`) and the event; or
         COPY, the stream, the event after the copies, their kind and count, all targets, all sources and all sizes.
@@ -80,15 +85,22 @@ class Calls(Protocol):
 class CtypesRoutine:
     """Implements `Routine` through ctypes."""
 
-    def __init__(self, calls: Sequence[Callable[[int], int]]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Callable[[int], int]],
+        is_elsewhere: Callable[[], int],
+        otherwise: Callable[[Routine, int], None],
+    ) -> None:
         self._calls = calls
+        self._is_elsewhere = is_elsewhere
+        self._otherwise = otherwise
 
-    def run(self, compute: int, /) -> int:
+    def run(self, compute: int, /) -> None:
+        code = 0 if compute else self._is_elsewhere()
         for call in self._calls:
-            code = call(compute)
-            if code:
-                return code
-        return 0
+            code = code or call(compute)
+        if code:
+            self._otherwise(self, code)
 
 
 class CtypesCalls:
@@ -112,12 +124,18 @@ class CtypesCalls:
     def copy_all(self, stream: int, event: int, kind: int, copies: list[int], /) -> int:
         return self._prepared(stream, event, kind, copies[0::3], copies[1::3], copies[2::3], least_batch=2)()
 
-    def routine(self, numbers: list[int], /) -> CtypesRoutine:
+    def routine(self, numbers: list[int], device: int, otherwise: Callable[[Routine, int], None], /) -> CtypesRoutine:
         calls: list[Callable[[int], int]] = []
         while numbers:
             call, numbers = self._first_of(numbers)
             calls.append(call)
-        return CtypesRoutine(calls)
+        return CtypesRoutine(calls, partial(self._is_elsewhere, device), otherwise)
+
+    def _is_elsewhere(self, device: int) -> int:
+        """Return OTHER_DEVICE if another device is current, else the code of the question."""
+        current = ctypes.c_int()
+        code: int = self._library.cudaGetDevice(ctypes.byref(current))
+        return code or (0 if current.value == device else OTHER_DEVICE)
 
     def _first_of(self, numbers: list[int]) -> tuple[Callable[[int], int], list[int]]:
         """Return the first call of a routine, and the numbers of the remaining calls."""
@@ -177,12 +195,12 @@ def make_calls(library: Any) -> Calls:
     except ImportError:  # installed as pure Python
         return CtypesCalls(library)
     functions = [library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery]
-    functions += [library.cudaMemcpyAsync, library.cudaGetLastError]
+    functions += [library.cudaMemcpyAsync, library.cudaGetLastError, library.cudaGetDevice]
     if has_batch_copy(library):
         functions.append(library.cudaMemcpyBatchAsync)
     addresses = [ctypes.cast(function, HANDLE).value or 0 for function in functions]
-    record, wait, query, copy, last_error, copy_batch = (*addresses, 0)[:6]
-    return NativeCalls(record, wait, query, copy, last_error, copy_batch)
+    record, wait, query, copy, last_error, get_device, copy_batch = (*addresses, 0)[:7]
+    return NativeCalls(record, wait, query, copy, last_error, get_device, copy_batch)
 
 
 def has_batch_copy(library: Any) -> bool:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from offload_engine._devices.cuda_calls import COPY, RECORD, WAIT
+from offload_engine._devices.cuda_calls import COPY, OTHER_DEVICE, RECORD, WAIT
 from offload_engine._devices.cuda_runtime import (
+    DEFAULT_STREAM,
     DEVICE_TO_HOST,
     HOST_TO_DEVICE,
     CudaEvent,
@@ -30,7 +32,6 @@ class CudaRoutine:
         self._device = device
         self._numbers: list[int] = []
         self._events: list[CudaEvent] = []  # whose handles are among the numbers
-        self._run: Any = None  # once it has run
 
     def record_event(self, stream: int) -> CudaEvent:
         """See `Routine.record_event`."""
@@ -51,17 +52,19 @@ class CudaRoutine:
         """As `Routine.copy_in`."""
         return self._copy(stream, HOST_TO_DEVICE, addresses_in(copies))
 
-    def run(self, compute: int) -> None:
-        """As `Routine.run`."""
-        if self._run is None:
-            self._run = self._runtime.calls.routine(self._numbers).run
-        if compute or self._runtime.is_current:
-            code = self._run(compute)
-        else:
-            with torch.cuda.device(self._device):
-                code = self._run(compute)
-        if code:
+    def finish(self) -> Callable[[int], None]:
+        """As `Routine.finish`. Where all goes well, it is one call of C."""
+        run: Callable[[int], None] = self._runtime.calls.routine(
+            self._numbers, self._device.index, self._run_elsewhere
+        ).run
+        return run
+
+    def _run_elsewhere(self, routine: Any, code: int) -> None:
+        """Run the routine with its device current, on the default stream of that; raise the error of another code."""
+        if code != OTHER_DEVICE:
             self._runtime.check(code)
+        with torch.cuda.device(self._device):
+            routine.run(DEFAULT_STREAM)
 
     def _copy(self, stream: int, kind: int, addresses: list[int]) -> CudaEvent:
         event = self._new_event()

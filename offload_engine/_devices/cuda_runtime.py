@@ -24,7 +24,7 @@ _WITH_TIMING = 0  # cudaEventDefault: takes longer to record
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
-_DEFAULT_STREAM = 0  # `ExternalStream` takes this handle for "none given" and makes a new stream
+DEFAULT_STREAM = 0  # `ExternalStream` takes this handle for "none given" and makes a new stream
 
 _current_device: Final[Any] = torch_private.cuda_current_device
 _current_stream: Final[Any] = torch_private.cuda_current_stream
@@ -189,7 +189,7 @@ class CudaRuntime:
         """Return a context manager inside which torch allocates from the pool of `stream`."""
         if stream == _current_stream(self._index):
             return nullcontext()  # nearly always, and it takes a tenth of the time
-        if stream == _DEFAULT_STREAM:
+        if stream == DEFAULT_STREAM:
             return torch.cuda.stream(torch.cuda.default_stream(self._device))
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device))
 

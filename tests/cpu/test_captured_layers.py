@@ -169,6 +169,29 @@ def test_another_order_of_replays_is_refused(engine: OffloadEngine) -> None:
         graphs.run(0, ["F0", "F1", "B0"])
 
 
+def test_compute_is_the_stream_that_is_current_when_a_graph_is_replayed(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, device = Graphs("F0 B0"), engine.device
+    assert isinstance(device, GraphDevice)
+    captured(graphs, engine)
+    recorded: list[Any] = []
+    record = device.record_event
+
+    def noted(stream: Any) -> Any:
+        recorded.append(stream)
+        return record(stream)
+
+    monkeypatch.setattr(device, "record_event", noted)
+    for name in ("one", "other"):
+        with device.compute_stream(name) as stream:
+            device.wait_stream(stream, engine._context.copy_in_stream)
+            recorded.clear()
+            graphs.run(0)
+        assert stream in recorded
+        assert {*recorded} <= {stream, engine._context.copy_out_stream, engine._context.copy_in_stream}
+
+
 class ReplayedTwice:
     """A graph whose replays raise an error at first, in front of their kernels or behind them, and are repeated."""
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from offload_engine import IS_COMPILED
-from offload_engine._devices import cuda_calls, cuda_runtime
+from offload_engine._devices import cuda_calls
 from offload_engine._devices.base import COMPUTE, CopyError, HostRegion
 from offload_engine._devices.cuda_calls import Calls, CtypesCalls, declare, has_batch_copy, make_calls
 from offload_engine._devices.cuda_routine import CudaRoutine
@@ -41,7 +41,7 @@ FAKE = """
 #include <stdint.h>
 uint64_t noted[6], copies[300], recorded[2], calls[8];
 int result = 0, version = 13000, num_calls = 0, num_streams = 0;
-int last_flags = -1, num_events = 0, pending = 0, num_synchronized = 0, num_destroyed = 0;
+int device = 0, last_flags = -1, num_events = 0, pending = 0, num_synchronized = 0, num_destroyed = 0;
 static int note(uint64_t call, uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e)
 {
     uint64_t values[6] = {call, a, b, c, d, e};
@@ -94,6 +94,7 @@ int cudaHostGetDevicePointer(void **found, void *host, unsigned flags)
     return note(11, (uint64_t)host, flags, 0, 0, 0);
 }
 int cudaGetLastError(void) { return note(5, 0, 0, 0, 0, 0); }
+int cudaGetDevice(int *found) { *found = device; return result; }
 int cudaRuntimeGetVersion(int *found) { *found = version; return 0; }
 #ifndef WITHOUT_BATCH
 int cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes, size_t count,
@@ -133,7 +134,7 @@ CALLS = [
     ),
 ]
 RECORD, WAIT, COPY, BATCH = 1, 2, 4, 6
-SYMBOLS = "EventRecord StreamWaitEvent EventQuery MemcpyAsync GetLastError MemcpyBatchAsync".split()
+SYMBOLS = "EventRecord StreamWaitEvent EventQuery MemcpyAsync GetLastError GetDevice MemcpyBatchAsync".split()
 
 
 @pytest.fixture(scope="module")
@@ -281,32 +282,62 @@ def test_each_call_of_a_routine_arrives_whenever_it_runs(
     calls: Calls,
     runtime: ctypes.CDLL,
 ) -> None:
-    routine = calls.routine(numbers)
+    routine = calls.routine(numbers, 0, refuse)
     for _ in range(2):
         calls.record(1, 2)
         calls.query(3)
-        assert routine.run(LEADER) == 0
+        routine.run(LEADER)
         assert last_call(runtime) == (noted or (3, 3, 0, 0, 0, 0))
         assert last_record(runtime) == (recorded or (1, 2))
+
+
+def refuse(routine: cuda_calls.Routine, code: int) -> None:
+    pytest.fail(f"error {code}")
 
 
 def test_a_routine_makes_its_calls_in_their_order_up_to_an_error(calls: Calls, runtime: ctypes.CDLL) -> None:
     copies = [HOST, HOST + 512, DEVICE, DEVICE + 1024, NBYTES, 1]
     numbers = [cuda_calls.COPY, STREAM, EVENT, KIND, 2, *copies, cuda_calls.WAIT, 0, EVENT]
-    routine = calls.routine([cuda_calls.RECORD, 0, EVENT, cuda_calls.WAIT, STREAM, EVENT, *numbers])
+    failed: list[tuple[cuda_calls.Routine, int]] = []
+    routine = calls.routine(
+        [cuda_calls.RECORD, 0, EVENT, cuda_calls.WAIT, STREAM, EVENT, *numbers], 0, lambda *args: failed.append(args)
+    )
     for _ in range(2):
         with having(runtime, "num_calls", 0):
-            assert routine.run(LEADER) == 0
-            assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, WAIT]
+            routine.run(LEADER)
+            assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, WAIT] and not failed
         with having(runtime, "num_calls", 0), having(runtime, "result", 700):
-            assert routine.run(LEADER) == 700
+            routine.run(LEADER)
             assert order_of_calls(runtime) == [RECORD]
-    assert calls.routine(numbers[:-3]).run(LEADER) == 0
+            assert failed.pop() == (routine, 700)
+    calls.routine(numbers[:-3], 0, refuse).run(LEADER)
     assert last_call(runtime) == (BATCH, 2, STREAM, 1 << 8 | 1, 0, 1)
     assert last_batch(runtime) == [(HOST, DEVICE, NBYTES), (HOST + 512, DEVICE + 1024, 1)]
     with having(runtime, "num_calls", 0):
-        assert calls.routine([]).run(LEADER) == 0
+        calls.routine([], 0, refuse).run(LEADER)
         assert number(runtime, "num_calls").value == 0
+
+
+def test_a_routine_makes_no_call_on_the_default_stream_of_another_device(calls: Calls, runtime: ctypes.CDLL) -> None:
+    failed: list[tuple[cuda_calls.Routine, int]] = []
+    routine = calls.routine([cuda_calls.RECORD, 0, EVENT], 1, lambda *args: failed.append(args))
+    with having(runtime, "num_calls", 0):
+        routine.run(0)
+        assert number(runtime, "num_calls").value == 0 and failed == [(routine, cuda_calls.OTHER_DEVICE)]
+        with having(runtime, "result", 700):
+            routine.run(0)
+        assert number(runtime, "num_calls").value == 0 and failed[1:] == [(routine, 700)]
+        routine.run(LEADER)
+        with having(runtime, "device", 1):
+            routine.run(0)
+        assert number(runtime, "num_calls").value == 2 and len(failed) == 2
+    assert last_record(runtime) == (EVENT, 0)
+
+
+def test_what_a_routine_raises_for_its_code_is_raised(calls: Calls, runtime: ctypes.CDLL) -> None:
+    routine = calls.routine([cuda_calls.RECORD, 0, EVENT], 0, refuse)
+    with having(runtime, "result", 700), pytest.raises(pytest.fail.Exception, match="error 700"):
+        routine.run(LEADER)
 
 
 def test_numbers_that_are_no_routine_are_refused(extension: Any, runtime: ctypes.CDLL) -> None:
@@ -323,18 +354,22 @@ def test_numbers_that_are_no_routine_are_refused(extension: Any, runtime: ctypes
         [copy, 0, EVENT, KIND, 1, HOST, DEVICE, 1],  # copies are never on the compute stream
     ):
         with pytest.raises(ValueError, match="whole calls"):
-            native.routine(wrong)
-    with pytest.raises(TypeError, match="a list of numbers"):
-        native.routine((cuda_calls.WAIT, STREAM, EVENT))
+            native.routine(wrong, 0, refuse)
+    with pytest.raises(TypeError, match="must be list"):
+        native.routine((cuda_calls.WAIT, STREAM, EVENT), 0, refuse)
     with pytest.raises(TypeError):
-        native.routine([cuda_calls.WAIT, STREAM, "event"])
-    routine = native.routine([cuda_calls.RECORD, STREAM, EVENT])
+        native.routine([cuda_calls.WAIT, STREAM, "event"], 0, refuse)
+    with pytest.raises(TypeError):
+        native.routine([cuda_calls.WAIT, STREAM, EVENT])
+    routine = native.routine([cuda_calls.RECORD, STREAM, EVENT], 0, refuse)
     with pytest.raises(TypeError):
         routine.run("stream")
     with pytest.raises(TypeError, match="cannot create"):
         type(routine)()
     del native
-    assert routine.run(0) == 0
+    with having(runtime, "num_calls", 0):
+        routine.run(0)
+        assert order_of_calls(runtime) == [RECORD]
 
 
 def test_the_compiled_package_does_not_call_through_ctypes(runtime: ctypes.CDLL) -> None:
@@ -358,8 +393,8 @@ def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> No
     for count in (1, 100):
         with pytest.raises(TypeError):
             native.copy_all(STREAM, EVENT, KIND, [*(3 * count - 1) * [1], "size"])
-    with pytest.raises(ValueError, match="five functions"):
-        extension.Calls(1, 2, 3, 4, 0, 6)
+    with pytest.raises(ValueError, match="six functions"):
+        extension.Calls(1, 2, 3, 4, 5, 0, 7)
 
 
 @pytest.mark.parametrize("how", ["ctypes", "extension module"])
@@ -474,10 +509,11 @@ def test_a_routine_records_the_same_events_each_time(
     routine.wait_event(STREAM, ran)
     copied_out = routine.copy_out(STREAM, copies)
     copied_in = routine.copy_in(STREAM, backwards(copies[:1]))
+    run = routine.finish()
     with having(runtime, "num_calls", 0):
         for _ in range(2):
             number(runtime, "num_calls").value = 0
-            routine.run(LEADER)
+            run(LEADER)
             assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, BATCH, RECORD]
             assert last_record(runtime) == (copied_in.handle, STREAM)
             tensor, region = copies[0]
@@ -494,11 +530,12 @@ def test_another_routine_keeps_the_event_that_it_waits_for(cuda: CudaRuntime, ru
     ran = routine.record_event(STREAM)
     handle = ran.handle
     other.wait_event(COMPUTE, ran)
-    del routine, ran
+    run = other.finish()
+    del routine, ran, other
     assert cuda.unrecorded().handle != handle
-    other.run(LEADER)
+    run(LEADER)
     assert last_call(runtime) == (WAIT, LEADER, handle, 0, 0, 0)
-    del other
+    del run
     assert cuda.unrecorded().handle == handle
 
 
@@ -510,28 +547,28 @@ def test_a_routine_on_the_default_stream_is_on_that_of_its_device(
     @contextmanager
     def entering(device: torch.device) -> Iterator[None]:
         entered.append(device)
-        yield
+        with having(runtime, "device", 0):
+            yield
 
     monkeypatch.setattr(torch.cuda, "device", entering)
     event = routine.record_event(COMPUTE)
     entered.clear()
-    current = 1
-    if not IS_COMPILED:
-        monkeypatch.setattr(cuda_runtime, "_current_device", lambda: current)
-        routine.run(0)
-        assert entered == [torch.device("cuda", 0)] and last_record(runtime) == (event.handle, 0)
-        current = 0
-        routine.run(0)
-        assert len(entered) == 1
-    routine.run(LEADER)
-    assert len(entered) == (not IS_COMPILED) and last_record(runtime) == (event.handle, LEADER)
+    run = routine.finish()
+    run(0)
+    assert not entered and last_record(runtime) == (event.handle, 0)
+    with having(runtime, "device", 1):
+        run(LEADER)
+        assert not entered and last_record(runtime) == (event.handle, LEADER)
+        run(0)
+    assert entered == [torch.device("cuda", 0)] and last_record(runtime) == (event.handle, 0)
 
 
 def test_a_routine_that_is_refused_is_a_copy_error(routine: CudaRoutine, runtime: ctypes.CDLL, reasons: None) -> None:
     routine.copy_out(STREAM, three_copies())
+    run = routine.finish()
     with having(runtime, "result", 1), pytest.raises(CopyError, match="CUDA error 1: reason 1"):
-        routine.run(LEADER)
-    routine.run(LEADER)
+        run(LEADER)
+    run(LEADER)
 
 
 def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:

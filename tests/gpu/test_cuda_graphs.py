@@ -17,7 +17,7 @@ import torch
 from tests.dist.launch import Pipeline
 from tests.gpu.parity import deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
-from tests.gpu.test_module_names import LATENT
+from tests.gpu.test_module_names import LATENT, needs_mamba
 from tests.program_order import edges_of, unordered
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ INSIDE = [
     pytest.param(["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="dense layers"),
     pytest.param([], [*ATTENTION, *MLP], DENSE, id="whole layers"),
 ]
+# Mamba, attention, dense and experts, six times; the last two are eager.
+HYBRID: dict[str, Any] = {"num_layers": 24, "is_hybrid_model": True, "mamba_num_heads": 32}
+WITH_MAMBA = [
+    pytest.param(["mamba"], ["mamba_mixer"], id="mixers"),
+    pytest.param(["mamba"], ["mamba_in_proj", "mamba_out_proj", *ATTENTION], id="their projections, eager attention"),
+    pytest.param(["mamba", "attn"], ["mamba_mixer", *ATTENTION], id="mixers and attention"),
+    pytest.param(["mamba", "attn"], ATTENTION, id="attention beside mixers that stay"),
+]
 _ATTENTION, _ALL = ["core_attn", "attn_proj"], ["core_attn", "attn_proj", "expert_fc1", "moe_act"]
 _ROUTER, _PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
 # Of megatron-core's own test: captured scopes, names, whether attention has latents, the fraction to offload, and
@@ -100,6 +108,14 @@ def test_captured_modules_are_offloaded(
     scopes: list[str], names: list[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
 ) -> None:
     ranks_of(1).run(_check, scopes, names, settings, True)
+
+
+@needs_mamba
+@pytest.mark.parametrize(("scopes", "names"), WITH_MAMBA)
+def test_captured_mamba_layers_are_offloaded(
+    scopes: list[str], names: list[str], ranks_of: Callable[[int], GpuRanks]
+) -> None:
+    ranks_of(1).run(_check, scopes, names, HYBRID, True)
 
 
 @pytest.mark.parametrize(("shape", "scopes", "names", "settings"), SEVERAL)
