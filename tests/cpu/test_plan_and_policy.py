@@ -13,6 +13,7 @@ from offload_engine import IS_COMPILED, ChunkOffloadHandler
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.moves import (
     BACKWARD,
+    BACKWARD_END,
     DROP,
     HELD,
     IN,
@@ -74,6 +75,7 @@ class RecordingRank(EngineRank):
     def _recording(self, at: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
         def record(kind: BoundaryKind, chunk: Any, group: Any) -> Iterator[Any]:
             index = len(chunk.groups) if kind in (HELD, LAUNCH) else -1 if group is None else group.index
+            index = chunk.tail_index if kind is BACKWARD_END else index
             boundary = Boundary(kind, None if chunk is None else chunk.key, index)
             for move in at(kind, chunk, group):
                 op, moved = move
