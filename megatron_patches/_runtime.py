@@ -442,7 +442,9 @@ def _with_candidates(step: Step, settings: Settings) -> Settings:
     if settings.modules and not settings.is_taken_over:
         return settings
     if settings.modules:
-        names, left_out = find_among(step.config, step.chunks, settings.modules)
+        names, left_out = find_among(
+            step.config, step.chunks, settings.modules, has_budget=settings.gpu_budget is not None
+        )
     else:
         names, left_out = find_candidates(step.config, step.chunks)
         what = "a budget chooses among" if settings.gpu_budget is not None else "what is offloaded is"

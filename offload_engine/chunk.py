@@ -143,12 +143,22 @@ class ChunkOffloadHandler(HandlerBase):
         """Mark the start of the forward. Called by `OffloadEngine.start_chunk`."""
         self._executor.at(FORWARD, self.groups.progress)
 
-    def begin_tail(self) -> None:
+    def begin_tail(self, block_input: torch.Tensor | None = None) -> None:
         """Mark the start of the last block of the forward, which may contain groups.
 
         Its run time hides the copies issued so far, so the next backward can wait for them at no cost.
+
+        Args:
+            block_input: its input, if that requires grad; the backward of the block ends when the gradient arrives.
         """
+        self.groups.progress.begin_tail(has_end=block_input is not None)
         self._executor.at(TAIL, self.groups.progress)
+        if block_input is not None:
+            block_input.register_hook(lambda _: self._end_tail())
+
+    def _end_tail(self) -> None:
+        if self.groups.progress.awaits_tail:  # memory has peaked, so a first group may be copied in
+            self._executor.at(BACKWARD_END, self.groups.progress)
 
     def begin_head(self) -> None:
         """Mark the end of the layers: releases copy-outs, to make room for logits and loss.

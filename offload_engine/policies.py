@@ -25,8 +25,8 @@ __all__ = [
 class LowestPeak:
     """Copies each group out as early as possible and in as late as the link allows, for the lowest peak of memory.
 
-    At most twice the largest group's bytes are in flight in each direction. Before the memory peaks of a step, compute
-    waits for copy-outs that have had time to complete.
+    At most twice the largest group's bytes are in flight in each direction, and copy-ins are at most a layer ahead.
+    Before the memory peaks of a step, compute waits for copy-outs that have had time to complete.
     """
 
 

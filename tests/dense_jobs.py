@@ -50,7 +50,8 @@ def chunk_shape(names: tuple[str, ...], num_layers: int, has_head: bool = False)
             else:
                 lead += module.forward_ms
     head = (HEAD_MS, 2 * HEAD_MS) if has_head else (0.0, 0.0)
-    return ChunkShape(tuple(groups), num_layers, tail_index, (), has_head, *head, lead, 2 * lead)
+    shape = ChunkShape(tuple(groups), num_layers, tail_index, (), has_head, *head, lead, 2 * lead)
+    return dataclasses.replace(shape, has_tail_end=tail_index is not None)
 
 
 def dense_job(

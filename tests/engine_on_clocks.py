@@ -142,7 +142,7 @@ class EngineRank:
             if group.unkeep_count == num_committed:
                 chunk.offload_kept_groups(group.name)
         if num_committed == shape.tail_index:
-            chunk.begin_tail()
+            chunk.begin_tail(torch.zeros(1, requires_grad=True) if shape.has_tail_end else None)
 
     def _backward(self, key: ChunkKey, chunk: ChunkOffloadHandler, saved: list[Saved]) -> None:
         shape = self.job.shapes[key.stage]
@@ -158,6 +158,8 @@ class EngineRank:
             tensors = self.unpack(chunk, group, handles)
             self.device.compute(group_shape.backward_ms)
             del tensors, handles
+            if len(saved) == shape.tail_index:
+                chunk._end_tail()
             self.device.compute(group_shape.lead_backward_ms)
 
     def unpack(self, chunk: ChunkOffloadHandler, group: Any, handles: list[Any]) -> list[torch.Tensor]:

@@ -211,7 +211,7 @@ class Attachment:
 
         def begin_last_block(module: torch.nn.Module, args: Any) -> None:
             if self._called is not None:
-                self._called.chunk.begin_tail()
+                self._called.chunk.begin_tail(_first_with_grad(args))
 
         def begin_head(module: torch.nn.Module, args: Any, output: Any) -> None:
             # Of several heads (MTP layers have their own) the first is the last in backward.
@@ -292,10 +292,16 @@ class Attachment:
 
 def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
     """Register `do` to be called when the gradient of a module's output arrives; no-op if no output requires grad."""
-    for tensor in output if isinstance(output, (tuple, list)) else (output,):
+    tensor = _first_with_grad(output)
+    if tensor is not None:
+        tensor.register_hook(lambda _: do())
+
+
+def _first_with_grad(values: Any) -> torch.Tensor | None:
+    for tensor in values if isinstance(values, (tuple, list)) else (values,):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda _: do())
-            return
+            return tensor
+    return None
 
 
 def last_of_each_name(chunk: torch.nn.Module, sites: Sequence[Site]) -> frozenset[int]:

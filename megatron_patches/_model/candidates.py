@@ -31,7 +31,7 @@ def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tup
     if config.recompute_granularity == "full":
         sites["layer_input"] = max(1, sites["layer_input"])  # what a checkpoint of layers saves, even without a norm
     for name in (row.name for row in MODULES if sites[row.name]):
-        reason = "its parts move separately" if name in _IN_PARTS else _why_refused(config, name, chunks)
+        reason = "its parts move separately" if name in _IN_PARTS else _why_refused(config, name, chunks, False)
         if reason is None:
             names.append(name)
         else:
@@ -41,7 +41,7 @@ def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tup
 
 
 def find_among(
-    config: Any, chunks: Sequence[torch.nn.Module], names: Sequence[str]
+    config: Any, chunks: Sequence[torch.nn.Module], names: Sequence[str], has_budget: bool
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return those of `names` with something to move in these chunks, and the others with the reason.
 
@@ -49,13 +49,14 @@ def find_among(
         config: of the model.
         chunks: this rank's model chunks.
         names: of the table.
+        has_budget: a budget chooses among them, so none that a graph captures.
     """
     found, left_out = survey(chunks), {}
     for name in names:
         if not found.sites[name] and not (name == "layer_input" and config.recompute_granularity == "full"):
             is_fused = name in found.identities
             left_out[name] = "its module is an identity here" if is_fused else "this rank has no such module"
-        elif (reason := _why_refused(config, name, chunks)) is not None:
+        elif (reason := _why_refused(config, name, chunks, not has_budget)) is not None:
             left_out[name] = reason
     return tuple(name for name in names if name not in left_out), left_out
 
@@ -82,11 +83,12 @@ def check_plan(source: str, slots: Iterable[Slot], chunks: Sequence[torch.nn.Mod
         )
 
 
-def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module]) -> str | None:
+def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module], may_be_captured: bool) -> str | None:
     if getattr(config, "moe_paged_stash", False) and is_in_experts(name):
         return f"moe_paged_stash keeps what {EXPERTS} saves"
+    is_unchosen = not may_be_captured and bool(captured_names(config, [name]))
     checks: tuple[Callable[[], None], ...] = (
-        lambda: check_cuda_graphs(config, [name], has_budget=bool(captured_names(config, [name]))),
+        lambda: check_cuda_graphs(config, [name], has_budget=is_unchosen),
         lambda: check_conflicts(config, [name], own_norms(chunks)),
         lambda: check_parts_are_called(config, [name], chunks),
     )

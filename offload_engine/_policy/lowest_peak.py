@@ -71,7 +71,7 @@ class LowestPeakPolicy(Reactive):
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> Iterable[Move]:
         """See `Policy`."""
         if kind is BACKWARD_END:
-            return self._copy_ins_ahead()
+            return self._end_backward(chunk)
         if kind is COMMIT and group is not None and group.may_delay and self._may_delay(group):
             self._delayed.append(group)
             self._horizon.count_committed(group)
@@ -102,7 +102,6 @@ class LowestPeakPolicy(Reactive):
                 return self._keep(chunk, group) if group.is_kept else self._commit(chunk, group)
             return super().at(kind, chunk, group)
         if kind is TAIL:
-            chunk.begin_tail()
             self._tail_number = self.leaving.num_issued
             return ()
         if kind is HEAD:

@@ -15,6 +15,7 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.choices import Allowance, Slot
 from offload_engine.planning.moves import (
     BACKWARD,
+    BACKWARD_END,
     COMMIT,
     DROP,
     FORWARD,
@@ -135,6 +136,8 @@ class PlannedPolicy(Policy):
             return self._at_end()
         if kind is HELD:
             return self._before_others(self.plan, chunk)
+        if kind is BACKWARD_END:
+            return self._moves(self.plan, Boundary(kind, chunk.key, chunk.tail_index)) if chunk.awaits_tail else ()
         if group is None:
             return self._moves(self.plan, Boundary(kind, chunk.key, len(chunk.groups) if kind is LAUNCH else -1))
         if kind is COMMIT:

@@ -61,7 +61,7 @@ class Reactive(Policy):
             assert chunk is not None and group is not None
             return self._commit(chunk, group)
         if kind is BACKWARD_END:
-            return self._copy_ins_ahead()
+            return self._end_backward(chunk)
         if kind is UNKEEP and group is not None:
             return ((OUT, group),)
         if chunk is not None:
@@ -90,7 +90,7 @@ class Reactive(Policy):
     def _begin_backward(self, chunk: ChunkProgress, group: TensorGroup | None) -> Iterator[Move]:
         self._window.begin_backward(chunk)
         if group is not None:
-            chunk.backward_index = min(chunk.backward_index, group.index)
+            chunk.reach(group)
             self._horizon.count_reached(group)
             # The backward has overtaken the prefetch: all groups down to this one are late, so issue them together.
             while chunk.prefetch_index >= group.index:
@@ -100,6 +100,11 @@ class Reactive(Policy):
                     yield IN, late
         while (ahead := self._next_ahead()) is not None:
             yield IN, ahead
+
+    def _end_backward(self, chunk: ChunkProgress | None) -> Iterable[Move]:
+        if chunk is not None and chunk.awaits_tail:
+            chunk.end_tail()
+        return self._copy_ins_ahead()
 
     def _copy_ins_ahead(self) -> Iterable[Move]:
         first = self._next_ahead()

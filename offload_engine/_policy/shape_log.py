@@ -85,6 +85,7 @@ class ShapeLog:
             ),
             num_layers=_UNSEEN_LAYERS,
             tail_index=self._tails.get(chunk.key),
+            has_tail_end=chunk.has_tail_end,
             launch_counts=tuple(self._launches.get(chunk.key, ())),
             has_head=chunk.has_head,
             held_counts=tuple(sorted(set(self._held.get(chunk.key, ())))),
@@ -111,7 +112,7 @@ def _joined(shapes: list[ChunkShape]) -> ChunkShape | None:
         )
     is_same = all(
         len(shape.groups) == len(groups)
-        and shape.tail_index == first.tail_index
+        and (shape.tail_index, shape.has_tail_end) == (first.tail_index, first.has_tail_end)
         and shape.launch_counts == first.launch_counts
         for shape in shapes
     )

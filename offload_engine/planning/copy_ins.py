@@ -7,8 +7,8 @@ from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from offload_engine.planning.choices import Choices
-from offload_engine.planning.moves import BACKWARD, FORWARD, LOSS_DONE, Boundary, GroupKey
-from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes
+from offload_engine.planning.moves import BACKWARD, BACKWARD_END, FORWARD, LOSS_DONE, Boundary, GroupKey
+from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, bringing_groups
 from offload_engine.schedule import Action, ChunkKey
 
 
@@ -103,6 +103,7 @@ class CopyInOrder:
         self._is_last_layer_first = is_last_layer_first
         self._positions = {action: position for position, action in enumerate(step.actions)}
         self._last_index_by_name = [shape.last_index_by_name() for shape in step.shapes]
+        self._brought_by = [bringing_groups([(g.name, g.layer) for g in shape.groups]) for shape in step.shapes]
         self._next: dict[ChunkKey, int] = {}  # index of the group to bring back next; counts down
         self._near: dict[ChunkKey, int] = {}  # index that the backward has reached, or near which it begins
         self._window: list[ChunkKey] = []  # chunks to bring back now, soonest first
@@ -113,9 +114,13 @@ class CopyInOrder:
         """Return the groups to bring back at `boundary`, in order; a group whose backward begins comes first."""
         self._issued = []
         kind, chunk, index = boundary
-        if chunk is None or kind not in (FORWARD, LOSS_DONE, BACKWARD):
+        if chunk is None or kind not in (FORWARD, LOSS_DONE, BACKWARD, BACKWARD_END):
             return []
-        if kind is FORWARD:
+        if kind is BACKWARD_END:
+            if not self._awaits_tail(GroupKey(chunk, index)):
+                return []
+            self._near[chunk] = min(self._near[chunk], index)
+        elif kind is FORWARD:
             self._begin_forward(chunk)
         else:
             self._enter_backward(chunk)
@@ -127,7 +132,10 @@ class CopyInOrder:
     def _begin_forward(self, chunk: ChunkKey) -> None:
         position = self._positions[Action("F", chunk)]
         self._next[chunk] = len(self._step.shape(chunk).groups) - 1
-        self._near[chunk] = self._step.shape(chunk).tail_index or 0
+        shape = self._step.shape(chunk)
+        last = self._last_index_by_name[chunk.stage].values()
+        near = min(last, default=0) if shape.tail_index is None else shape.tail_index
+        self._near[chunk] = near + 1 if shape.awaits_tail else near
         self._in_backward = None
         self._window = self._upcoming(position, {chunk})
 
@@ -160,12 +168,18 @@ class CopyInOrder:
 
     def _reach(self, group: GroupKey) -> None:
         chunk, index = group
-        self._near[chunk] = min(self._near[chunk], index)
+        if not self._awaits_tail(group):
+            self._near[chunk] = min(self._near[chunk], index)
         self._room.note_reached(group)
         if self._next[chunk] == index:  # not ahead, but at the last moment
             self._next[chunk] -= 1
             if group in self._away:
                 self._issued.append(group)
+
+    def _awaits_tail(self, group: GroupKey) -> bool:
+        """Return whether the end of this group's backward, not its beginning, brings the first group back."""
+        shape = self._step.shape(group.chunk)
+        return self._is_last_layer_first and shape.awaits_tail and group.index == shape.tail_index
 
     def _advance(self) -> None:
         while self._window:
@@ -193,8 +207,7 @@ class CopyInOrder:
         """Return whether the backward is near `group`; a group that never left may be passed over."""
         if group.chunk != self._in_backward:
             return False
-        last = self._last_index_by_name[group.chunk.stage][self._step.group(group).name]
-        return last >= self._near[group.chunk] or not is_away
+        return self._brought_by[group.chunk.stage][group.index] >= self._near[group.chunk] or not is_away
 
     def _is_needed_first(self, group: GroupKey) -> bool:
         """Return whether `group` may come back before the backward is near any group of its chunk."""

@@ -222,7 +222,8 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
     The horizon keeps the backward from waiting; a longer one would raise the peak. Only chunks whose backward comes
     before the next forward return. Of a chunk whose backward has not begun, only the last layer returns: the weight
     gradients of the tail need the memory that the loss has just freed in large pieces. Groups of earlier layers return
-    when the backward reaches the last group of their name, so their copies have the backward of a whole layer. With
+    when the backward reaches the next group of their name, so their copies have the backward of a whole layer; if a
+    layer has a single group, the first returns when the backward of the tail is over (see `awaits_tail`). With
     `Bounds.horizon_bytes` that bound alone decides, and the last layer has no precedence.
     """
     if step.bounds.resident_bytes is not None:

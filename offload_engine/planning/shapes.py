@@ -94,6 +94,8 @@ class ChunkShape:
     """Compute time of the backward from its start, or the end of the head's backward, to the last group."""
     held_counts: tuple[int, ...] = ()
     """Numbers of committed groups at which outside references are declared as no longer read."""
+    has_tail_end: bool = False
+    """Where the tail has a single group, the end of its backward is reported, and brings the first group back."""
 
     def __post_init__(self) -> None:
         _check_not_negative(self, ("num_layers", "head_ms", "head_backward_ms", "rest_ms", "rest_backward_ms"))
@@ -113,6 +115,12 @@ class ChunkShape:
         last = self.last_index_by_name()
         in_layers = {i for i in last.values() if -1 < self.groups[i].layer >= num_layers - 2}
         return frozenset(in_layers | {i for i, group in enumerate(self.groups) if group.keep})
+
+    @property
+    def awaits_tail(self) -> bool:
+        """Return whether the first group comes back when the backward of the tail is over; see `awaits_tail`."""
+        names = [group.name for group in self.groups[-2:]]
+        return self.has_tail_end and self.tail_index == len(self.groups) - 1 and awaits_tail(names)
 
     def last_index_by_name(self) -> dict[str, int]:
         """Return the index of the last group of each name."""
@@ -149,6 +157,37 @@ class Bounds:
     def inflight_limit(self, largest_bytes: int) -> int:
         """Return how many bytes of copy-out may be in flight; `largest_bytes` are those of the largest group."""
         return 2 * largest_bytes if self.max_inflight_bytes is None else self.max_inflight_bytes
+
+
+def bringing_groups(groups: Sequence[tuple[str, int]]) -> list[int]:
+    """Return, for each group, the index of the group whose backward may bring it back; their number: any may.
+
+    That is the next one of its name, a layer ahead: the copy has the backward of a whole layer, and what comes back
+    earlier only raises the peak. The last one of a name comes back with the group after it. Where layers are not known,
+    groups of one name may differ in everything else, and any may bring them back.
+
+    Args:
+        groups: names and layers of the groups of a chunk, in the order of forward.
+    """
+    following: dict[str, int] = {}
+    bringing = []
+    for index in reversed(range(len(groups))):
+        name, layer = groups[index]
+        bringing.append(len(groups) if layer == -1 else following.get(name, index + 1))
+        following[name] = index
+    return bringing[::-1]
+
+
+def awaits_tail(last_names: Sequence[str]) -> bool:
+    """Return whether the end of the tail's backward brings the first group back, not the beginning of its last group.
+
+    Memory peaks in that backward. If a layer has a single group, its copy then has the backward of a block to complete,
+    the other one of the last layer. Copies of several groups may take longer: they begin as early as they can.
+
+    Args:
+        last_names: names of the last two groups of a chunk, of which only the last is in its tail.
+    """
+    return len(last_names) == 2 and last_names[0] == last_names[1]
 
 
 def largest_bytes(shapes: Iterable[ChunkShape]) -> int:

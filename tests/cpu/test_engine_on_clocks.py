@@ -18,6 +18,7 @@ EQUAL = [
     DEEP,
     ONE_RANK,
     dense_job(("core_attn",), pipeline=4, virtual=2, layers=16),
+    dense_job(("mlp_act",), virtual=1),
     # Budgets for which the reactive policy happens to guess what the plan knows.
     dense_job(ALL, resident_bytes=2000),
     with_bounds(ONE_RANK, resident_bytes=3072),

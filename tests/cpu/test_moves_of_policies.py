@@ -413,6 +413,47 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any])
     bench.engine.reset_iteration()
 
 
+# ---- how far ahead groups come back ----
+
+
+def begin_backward_of_layers(
+    bench: Bench, names: str, tail_index: int, block_input: torch.Tensor | None
+) -> ChunkOffloadHandler:
+    """Run the forward of layers whose groups have these names, and begin the backward of the last group."""
+    chunk = bench.start(FIRST)
+    for layer, name in [(layer, name) for layer in range(4) for name in names.split()]:
+        if len(chunk.groups) == tail_index:
+            chunk.begin_tail(block_input)
+        bench.save(chunk, name, GroupTraits(layer=layer))
+    chunk.end_forward()
+    release_all(bench.engine)
+    assert bench.resident_groups == 0
+    bench.begin_backward(chunk)
+    return chunk
+
+
+@pytest.mark.parametrize(("names", "tail_index"), [("a", -1), ("a", 3), ("a b", -1), ("a b", 7)])
+def test_groups_come_back_a_layer_ahead(names: str, tail_index: int) -> None:
+    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+    chunk = begin_backward_of_layers(bench, names, tail_index, None)
+    # Of two names a layer, twice the largest group is a layer.
+    assert bench.resident_groups == 1 + len(names.split())
+    bench.backward(chunk)
+    assert bench.finish() == 1, "the last group, and no other"
+
+
+def test_the_only_group_of_a_layer_comes_back_when_the_tail_is_over() -> None:
+    for names, tail_index, before, after in (("a", 3, 1, 2), ("a", 2, 3, 3), ("a b", 7, 3, 3)):
+        block_input = torch.ones(1, requires_grad=True)
+        bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+        chunk = begin_backward_of_layers(bench, names, tail_index, block_input)
+        assert bench.resident_groups == before
+        block_input.sum().backward()
+        assert bench.resident_groups == after
+        bench.backward(chunk)
+        assert bench.finish() == 1, "the last group, and no other"
+
+
 # ---- a budget of resident bytes, and as few copies as that allows ----
 
 EIGHT = "group " * 8

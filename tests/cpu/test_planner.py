@@ -102,6 +102,10 @@ PLANS = [
         for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(4, 2, 8))
     ),
     *(Golden(shape, "headless", lambda _: chunk_shape(DENSE, 2)) for shape in (Shape(1, None, 4), Shape(2, 2, 4))),
+    *(
+        Golden(shape, "single", lambda has_head: chunk_shape(("mlp_fc1",), 3, has_head))
+        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))
+    ),
     *(Golden(shape, "experts", _experts) for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))),
     *(Golden(shape, "shared", _with_a_shared_module) for shape in (Shape(1, None, 1), Shape(2, None, 5))),
     *(

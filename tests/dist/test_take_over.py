@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_patches import apply
+from megatron_patches._model.candidates import find_among
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import selective
@@ -41,6 +43,18 @@ def test_names(names: list[str], recompute: dict[str, Any]) -> None:
     if torch.distributed.get_rank() == 0:
         assert f"becomes offload_activation, of {', '.join(names)}" in said
         assert ("'qkv_linear' is left out" in said) == bool(recompute)
+
+
+@on_ranks()
+def test_names_that_a_graph_captures_stay_unless_a_budget_chooses() -> None:
+    names, config = ("core_attn", "mlp_fc1"), make_config()
+    chunks, captures = make_chunks(config), copy.copy(config)
+    setting = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+    captures.cuda_graph_impl = "transformer_engine"
+    setattr(captures, setting, ["attn"])
+    assert find_among(captures, chunks, names, has_budget=False) == (names, {})
+    found, left_out = find_among(captures, chunks, names, has_budget=True)
+    assert found == ("mlp_fc1",) and "captures 'core_attn'" in left_out["core_attn"]
 
 
 @FROM_19

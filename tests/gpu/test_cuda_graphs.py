@@ -6,6 +6,7 @@ Among the cases are those of megatron-core's own test of its offload beside grap
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,9 +86,6 @@ UPSTREAM = [
     (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 0.5, True),
     (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 1.0, False),
 ]
-SEGMENT = 20 << 20
-"""The step in which the allocator reserves memory for buffers of a few MiB."""
-AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
 # Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
 SEVERAL = [
     pytest.param(Pipeline(2), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="1F1B"),
@@ -163,11 +161,9 @@ def _check_recipe(scopes: Sequence[str], settings: dict[str, Any], model: dict[s
     bits = zip(expected.bits, got.bits, strict=True)
     wrong = [[name for name in a if a[name] != b[name]] for a, b in bits]
     assert not any(wrong), f"steps differ from those without offload: {wrong}"
-    assert got.peak_bytes <= expected.peak_bytes + SEGMENT, (expected.peak_bytes, got.peak_bytes)
-    if theirs is not None:
-        of_layer = (got.copied_bytes + got.eager_bytes) // SIZES["num_layers"]
-        peaks = expected.peak_bytes, got.peak_bytes, theirs.peak_bytes
-        assert got.peak_bytes <= theirs.peak_bytes + AHEAD * of_layer + SEGMENT, (peaks, of_layer)
+    others = [expected] if theirs is None else [expected, theirs]
+    peaks = [(one.held_bytes, one.peak_bytes) for one in (got, *others)]
+    assert all(got.held_bytes + got.peak_bytes <= other.held_bytes + other.peak_bytes for other in others), peaks
 
 
 def _check(scopes: Sequence[str], names: Sequence[str], settings: dict[str, Any], is_inside: bool) -> None:
@@ -202,7 +198,11 @@ class _Trained(NamedTuple):
     """That other modules save in a microbatch of the last step."""
     slot_bytes: int = 0
     peak_bytes: int = 0
-    """The most that was reserved in the last step, above what was there before the model."""
+    """The most that was allocated in the last step, above what was there when it began.
+
+    Not what is reserved: a segment of the allocator holds ten of these tensors, and how many there are depends on what
+    was there before. Memory of the graphs' pool does not count here, as no tensor has it between replays.
+    """
 
 
 def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | None = None) -> _Trained:
@@ -233,8 +233,7 @@ def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | Non
     graphs = TECudaGraphHelper(chunks, config, SEQUENCE, MICRO_BATCH)
     steps: list[dict[str, str]] = []
     found = _Trained(steps)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before = 0
     try:
         for step in range(NUM_STEPS):
             if step == NUM_WARMUP_STEPS:
@@ -243,11 +242,12 @@ def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | Non
                 found = found._replace(held_bytes=peak())
                 assert all(layer.cuda_graphs for layer in graphs.flattened_callables), "nothing was captured"
             if step == NUM_STEPS - 1:
-                torch.cuda.empty_cache()
+                gc.collect()
                 torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
             steps.append(fingerprint(chunks, run(chunks, NUM_MICROBATCHES)))
             _check_stats(handle)
-        found = found._replace(peak_bytes=torch.cuda.max_memory_reserved() - before)
+        found = found._replace(peak_bytes=torch.cuda.max_memory_allocated() - before)
         if handle is not None and handle.engine is not None:
             found = found._replace(eager_bytes=handle.engine.stats.copied_out_bytes // NUM_MICROBATCHES)
             for layers in handle.engine.graphs.layers:

@@ -24,21 +24,17 @@ from tests.gpu.test_module_names import LATENT
 SIZES = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 1024}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
-BUFFERS = 2 << 20  # bytes that other buffers than activations may take at the peak
-AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
-# Under the overlap a forward runs beside that backward, and as many of its groups may be on their way out.
-AHEAD_BESIDE_FORWARD = 2 * AHEAD
 
 
 @pytest.mark.parametrize(("has_experts", "has_latents", "names"), UPSTREAM)
 def test_cases(has_experts: bool, has_latents: bool, names: list[str], ranks_of: Callable[[int], GpuRanks]) -> None:
-    ranks_of(1).run(_check, _settings(has_experts, has_latents), names, 1, AHEAD, shape=Pipeline())
+    ranks_of(1).run(_check, _settings(has_experts, has_latents), names, 1, shape=Pipeline())
 
 
 @pytest.mark.parametrize(("has_latents", "names"), [case[1:] for case in UPSTREAM_OVERLAP])
 def test_cases_of_the_overlap(has_latents: bool, names: list[str], ranks_of: Callable[[int], GpuRanks]) -> None:
     settings = {**_settings(True, has_latents), **OVERLAP}
-    ranks_of(2).run(_check, settings, names, 2, AHEAD_BESIDE_FORWARD, shape=Pipeline(expert=2))
+    ranks_of(2).run(_check, settings, names, 2, shape=Pipeline(expert=2))
 
 
 def _settings(has_experts: bool, has_latents: bool) -> dict[str, Any]:
@@ -51,7 +47,7 @@ def _settings(has_experts: bool, has_latents: bool) -> dict[str, Any]:
     }
 
 
-def _check(settings: dict[str, Any], names: list[str], num_microbatches: int, ahead: int) -> None:
+def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) -> None:
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as incumbent
 
     from megatron_patches import apply
@@ -68,9 +64,8 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int, ah
     stats = got[2]
     assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes, stats
     assert (stats.num_storages_left, stats.num_viewed_storages) == (0, 0)
-    of_layer = stats.copied_out_bytes // num_microbatches // SIZES["num_layers"]
     peaks = without[1], got[1], theirs
-    assert got[1] < without[1] and got[1] <= theirs + ahead * of_layer + BUFFERS, (peaks, of_layer)
+    assert got[1] < without[1] and got[1] <= theirs, peaks
 
 
 def _steps(
