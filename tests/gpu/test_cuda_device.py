@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import permutations
 
 import pytest
 import torch
 
-from offload_engine._devices import HostRegion, make_device
+from offload_engine._devices import HostRegion
 from offload_engine._devices.cuda import CudaDevice
 from offload_engine._devices.pinned import PinnedSlab, _register
-from offload_engine.config import OffloadConfig
 from tests.gpu.streams import delay, pool_of
 
 MIB = 1 << 20
@@ -31,23 +29,8 @@ def garbage(nbytes: int) -> torch.Tensor:
     return torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
 
 
-@pytest.mark.parametrize("nbytes", [1, 511, 4097, MIB + 3])
-@pytest.mark.parametrize("offset", [0, 1536])
-def test_bytes_come_back_equal(device: CudaDevice, nbytes: int, offset: int) -> None:
-    out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
-    region = HostRegion(device.new_slab(2 * MIB), offset, nbytes)
-    source = garbage(nbytes)
-    device.wait_stream(out, compute)
-    copied_out = device.copy_out(out, [(source, region)])
-    device.wait_event(back, copied_out)
-    target = device.allocate(nbytes, compute)
-    device.wait_stream(back, compute)
-    device.wait_event(compute, device.copy_in(back, [(region, target)]))
-    assert torch.equal(source, target)
-
-
-@pytest.mark.parametrize("num_copies", [2, 6, 70])
-def test_several_copies_of_one_call(device: CudaDevice, num_copies: int) -> None:
+@pytest.mark.parametrize("num_copies", [1, 2, 6, 70])
+def test_bytes_of_one_call_come_back_equal(device: CudaDevice, num_copies: int) -> None:
     out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
     sizes = [(1, 5 * MIB, 511, 4097, MIB + 3, 3 * MIB + 1)[i % 6] for i in range(num_copies)]
     slab = device.new_slab(num_copies * 5 * MIB)
@@ -80,48 +63,23 @@ def test_several_copies_wait_for_the_work_before_them_and_hold_up_what_comes_beh
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
 
 
-def test_a_copy_does_not_block_the_host(device: CudaDevice) -> None:
-    stream, slab = device.new_stream("out"), device.new_slab(MIB)
-    region = HostRegion(slab, 0, MIB)
-    source = garbage(MIB)
-    torch.cuda.synchronize()
-    delay(stream)
-    event = device.copy_out(stream, [(source, region)])
-    assert not device.is_complete(event)
-    device.synchronize(event)
-    assert device.is_complete(event)
-    assert torch.equal(slab.view(0, MIB), source.cpu())
-
-
-@pytest.mark.parametrize("for_what", ["event", "stream"])
+@pytest.mark.parametrize("for_what", ["event", "stream", "nothing"])
 def test_a_wait_orders_two_streams_without_the_host(device: CudaDevice, for_what: str) -> None:
+    """Without one the delay is seen: the target gets the first content of the slab."""
     out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
     region = HostRegion(device.new_slab(MIB), 0, MIB)
-    source, target = garbage(MIB), torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+    source, target = torch.ones(MIB, dtype=torch.uint8, device="cuda"), garbage(MIB)
     torch.cuda.synchronize()
     delay(out)
     copied_out = device.copy_out(out, [(source, region)])
     if for_what == "event":
         device.wait_event(back, copied_out)
-    else:
+    elif for_what == "stream":
         device.wait_stream(back, out)
     copied_in = device.copy_in(back, [(region, target)])
-    assert not device.is_complete(copied_in)
+    assert for_what == "nothing" or not device.is_complete(copied_in)
     device.wait_event(compute, copied_in)
-    assert torch.equal(source, target)
-
-
-def test_without_the_wait_the_delay_is_seen(device: CudaDevice) -> None:
-    """The test above would notice a missing wait."""
-    out, back = device.new_stream("out"), device.new_stream("in")
-    region = HostRegion(device.new_slab(MIB), 0, MIB)
-    source, target = torch.ones(MIB, dtype=torch.uint8, device="cuda"), garbage(MIB)
-    torch.cuda.synchronize()
-    delay(out)
-    device.copy_out(out, [(source, region)])
-    device.copy_in(back, [(region, target)])
-    device.synchronize(device.record_event(back))
-    assert not target.any()  # the slab's first content
+    assert target.eq(for_what != "nothing").all()
     torch.cuda.synchronize()
 
 
@@ -130,15 +88,6 @@ def test_device_streams_are_not_handed_out_by_torch(device: CudaDevice) -> None:
     streams = {device.new_stream("out"), device.new_stream("in")}
     assert len(streams) == 2
     assert not streams & {torch.cuda.Stream().cuda_stream for _ in range(64)}
-
-
-def test_the_copy_stream_is_current_only_inside_a_copy(device: CudaDevice) -> None:
-    before = torch.cuda.current_stream()
-    stream, region = device.new_stream("out"), HostRegion(device.new_slab(512), 0, 512)
-    device.copy_out(stream, [(garbage(512), region)])
-    assert torch.cuda.current_stream() == before
-    assert device.current_stream() == before.cuda_stream
-    torch.cuda.synchronize()
 
 
 def test_buffers_come_from_the_pool_of_the_compute_stream(device: CudaDevice) -> None:
@@ -161,16 +110,6 @@ def test_a_dropped_source_is_reusable_at_once(device: CudaDevice) -> None:
     del source
     assert torch.empty(32 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
     torch.cuda.synchronize()
-
-
-def test_event_is_reused_only_when_unreferenced(device: CudaDevice) -> None:
-    stream = device.new_stream("out")
-    first = device.record_event(stream)
-    handle = first.handle
-    assert device.record_event(stream).handle != handle
-    del first
-    handles = {device.record_event(stream).handle for _ in range(8)}
-    assert handle in handles and len(handles) <= 2
 
 
 def test_a_question_about_a_late_event_leaves_no_error_behind(device: CudaDevice) -> None:
@@ -216,18 +155,6 @@ def test_close_waits_and_is_idempotent() -> None:
     assert device.is_complete(event)
     with pytest.raises(RuntimeError, match="closed"):
         device.new_slab(MIB)
-
-
-def test_a_directory_is_rejected() -> None:
-    with pytest.raises(ValueError, match="pinned memory"):
-        make_device(OffloadConfig(directory=os.curdir))
-
-
-def test_make_device_takes_the_current_gpu() -> None:
-    device = make_device(OffloadConfig())
-    assert device.torch_device == torch.device("cuda", torch.cuda.current_device())
-    assert torch.empty(1, device="cuda").device == device.torch_device
-    device.close()
 
 
 def test_the_cpu_is_no_cuda_device() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small reads past the copy engine, on a real GPU."""
+"""Small reads past the copy engine, on a real GPU. What becomes of their slots is tested without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from offload_engine._devices import HostRegion
 from offload_engine._devices.cuda import CudaDevice
-from offload_engine._devices.host_read import SLOT_BYTES, MappedRead
+from offload_engine._devices.host_read import MappedRead
 
 MIB = 1 << 20
 
@@ -38,77 +38,12 @@ def test_negative_zero_and_nan_payloads(device: CudaDevice) -> None:
     assert torch.equal(device.host_read(bits.view(torch.float32)).wait().view(torch.int32), bits.cpu())
 
 
-def test_a_transposed_source(device: CudaDevice) -> None:
-    source = torch.arange(12, device="cuda").view(3, 4).t()
-    assert torch.equal(device.host_read(source).wait(), source.cpu())
-
-
-def test_conjugate_and_negative_views(device: CudaDevice) -> None:
-    source = torch.complex(torch.arange(4.0), torch.arange(4.0) - 2).cuda()
-    for view in (source.conj(), source.conj().imag):
-        read = device.host_read(view)
-        assert isinstance(read, MappedRead)
-        assert torch.equal(read.wait(), view.cpu().resolve_conj().resolve_neg())
-
-
-def test_a_large_tensor_is_read_the_plain_way(device: CudaDevice) -> None:
-    source = torch.arange(SLOT_BYTES, device="cuda")
-    read = device.host_read(source)
-    assert not isinstance(read, MappedRead)
-    assert torch.equal(read.wait(), source.cpu())
-
-
-def test_results_stay_valid_while_they_are_held(device: CudaDevice) -> None:
-    reads = [device.host_read(torch.full((8,), i, device="cuda")) for i in range(2000)]  # more than there are slots
-    assert [read.wait()[0].item() for read in reads] == list(range(2000))
-    views = [read.tensor.numpy()[1:3] for read in reads[:100]]
-    del reads
-    for i in range(1000):
-        device.host_read(torch.full((8,), -i, device="cuda")).wait()
-    assert [int(view[0]) for view in views] == list(range(100))
-
-
-def test_reads_of_one_shape_share_no_memory_until_they_are_dropped(device: CudaDevice) -> None:
-    first, second = (device.host_read(torch.full((8,), i, device="cuda")).wait() for i in (1, 2))
-    address = first.data_ptr()
-    assert address != second.data_ptr() and first.tolist() == [1] * 8 and second.tolist() == [2] * 8
-    del first
-    third = device.host_read(torch.full((8,), 3, device="cuda")).wait()
-    assert third.data_ptr() == address and third.tolist() == [3] * 8 and second.tolist() == [2] * 8
-
-
-def test_an_abandoned_read_keeps_its_slot_until_its_kernel_is_over(device: CudaDevice) -> None:
-    source, small = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
-    device.host_read(small).wait()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_000_000_000)  # half a second
-        abandoned = device.host_read(source).tensor.data_ptr()
-    results = [device.host_read(small).wait() for _ in range(10)]
-    assert not stream.query()
-    assert abandoned not in {result.data_ptr() for result in results}
-    stream.synchronize()
-    while isinstance(read := device.host_read(small), MappedRead):
-        results.append(read.wait())
-    assert abandoned in {result.data_ptr() for result in results}
-    assert all(result.tolist() == [1.0] * 4 for result in results)
-
-
 def test_a_result_outlives_the_device() -> None:
     device = CudaDevice()
     result = device.host_read(torch.arange(8, device="cuda")).wait()
     device.close()
     del device
     assert result.tolist() == list(range(8))
-
-
-def test_reads_in_and_out_of_inference_mode(device: CudaDevice) -> None:
-    small = torch.arange(8, device="cuda")
-    with torch.inference_mode():
-        assert device.host_read(small).wait().tolist() == list(range(8))
-    assert device.host_read(small).wait().tolist() == list(range(8))
-    assert device.host_read(small > 3).wait().tolist() == [False] * 4 + [True] * 4
 
 
 def test_a_read_is_behind_the_work_of_its_stream(device: CudaDevice) -> None:

@@ -75,32 +75,6 @@ def test_the_inputs_are_off_the_device(way: str) -> None:
     assert plain - offloaded >= (DEPTH - 4) * INPUT_BYTES
 
 
-def allocated_in_backward(model: Any) -> list[int]:
-    """Return the bytes allocated in the backward of each layer, the first one first, when its recomputation is over."""
-    allocated: list[int] = []
-
-    def watch(module: Any, args: Any, output: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            output.register_hook(lambda _: allocated.append(torch.cuda.memory_allocated()))
-
-    for layer in model.model.layers:
-        layer.post_attention_layernorm.register_forward_hook(watch)
-    model.model(torch.ones(1, LENGTH, dtype=torch.int64, device="cuda")).last_hidden_state.sum().backward()
-    return allocated[::-1]
-
-
-def test_an_input_goes_when_its_layer_has_been_recomputed() -> None:
-    """With a horizon of two only the next one is there then; plain checkpointing has all up to that layer's."""
-    before = torch.cuda.memory_allocated()
-    plain = [nbytes - before for nbytes in allocated_in_backward(make("llama", "transformers"))]
-    before = torch.cuda.memory_allocated()
-    model = offload_wrapper(make("llama", "transformers"))
-    offloaded = [nbytes - before for nbytes in allocated_in_backward(model)]
-    model.activation_offload.remove()
-    for index in range(1, DEPTH):
-        assert plain[index] - offloaded[index] > (index - 0.5) * INPUT_BYTES
-
-
 @pytest.mark.usefixtures("deterministic")
 def test_checkpoint_as_the_function_of_transformers() -> None:
     import offload_engine
