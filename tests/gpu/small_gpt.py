@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from tests.dist.tiny import of_this_rank
+from tests.dist.tiny import fingerprint, of_this_rank
+from tests.gpu.parity import Bits
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, HIDDEN = 256, 512, 2, 256
 DEVICE = "cuda"
@@ -145,6 +146,27 @@ def run(
         forward_only=False,
     )
     return [entry["loss"].item() for entry in out]
+
+
+def fingerprint_of_step(chunks: list[Any], num_microbatches: int) -> dict[str, str]:
+    """Run one step; return its fingerprint."""
+    return fingerprint(chunks, run(chunks, num_microbatches))
+
+
+def steps(
+    chunks: list[Any],
+    microbatches: Sequence[int],
+    step: Callable[[list[Any], int], dict[str, str]] = fingerprint_of_step,
+) -> tuple[Bits, int]:
+    """Run steps; return their bits, and the peak of allocated memory in the last, above what is there before."""
+    bits = []
+    for number in microbatches:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        bits.append(step(chunks, number))
+    torch.cuda.synchronize()
+    return bits, torch.cuda.max_memory_allocated() - before
 
 
 def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests.dist.launch import Pipeline
-from tests.gpu.parity import deterministic_algorithms, run_twice
+from tests.dist.settings import selective
+from tests.gpu.parity import RELEASED_AT_ONCE, check_bits, deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 from tests.gpu.test_module_names import LATENT
 from tests.program_order import edges_of, unordered
@@ -30,40 +31,37 @@ SIZES: dict[str, Any] = {"num_layers": 6, "hidden_size": 1024, "ffn_hidden_size"
 EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 1024}
 DENSE: dict[str, Any] = {name: None for name in EXPERTS}
 OVERLAP: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True}
-RECOMPUTED: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-LATENTS_RECOMPUTED: dict[str, Any] = {
-    **LATENT,
-    "recompute_granularity": "selective",
-    "recompute_modules": ["layernorm", "mla_up_proj", "moe_act"],
-}
+_WITH_NORMS = ["layernorm", "moe_act"]
+_ATTENTION, _ALL = ["core_attn", "attn_proj"], ["core_attn", "attn_proj", "expert_fc1", "moe_act"]
+_ROUTER, _PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
 
 OUTSIDE = [
     (["moe_router"], ["qkv_linear", "core_attn", "attn_proj", "experts"]),
     (["attn"], ["mlp_norm", "router", "experts"]),
-    (["attn", "moe_router", "moe_preprocess"], ["expert_fc1", "moe_act"]),
+    (_PREPROCESS, ["expert_fc1", "moe_act"]),
 ]
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
 MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
 INSIDE = [
-    pytest.param(["attn"], ATTENTION, {}, id="attention"),
-    pytest.param(["attn", "moe_router"], [*ATTENTION, "expert_fc1", "moe_act"], {}, id="attention, eager experts"),
+    pytest.param(Pipeline(), ["attn"], ATTENTION, {}, id="attention"),
+    pytest.param(Pipeline(), _ROUTER, [*ATTENTION, "expert_fc1", "moe_act"], {}, id="attention, eager experts"),
     pytest.param(
-        ["attn", "moe_router", "moe_preprocess"],
-        ["core_attn", "attn_proj", "mlp_norm", "moe_act"],
-        RECOMPUTED,
-        id="recomputed norms",
+        Pipeline(), _PREPROCESS, [*_ATTENTION, "mlp_norm", "moe_act"], selective(*_WITH_NORMS), id="recomputed norms"
     ),
     pytest.param(
-        ["attn", "moe_router", "moe_preprocess"],
+        Pipeline(),
+        _PREPROCESS,
         ["attn_proj", "mlp_norm", "expert_fc1", "moe_act"],
-        LATENTS_RECOMPUTED,
+        selective(*_WITH_NORMS, "mla_up_proj", **LATENT),
         id="recomputed projections from latents",
     ),
-    pytest.param(["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="dense layers"),
-    pytest.param([], [*ATTENTION, *MLP], DENSE, id="whole layers"),
+    pytest.param(Pipeline(), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="dense layers"),
+    pytest.param(Pipeline(), [], [*ATTENTION, *MLP], DENSE, id="whole layers"),
+    # Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
+    pytest.param(Pipeline(2), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="1F1B"),
+    pytest.param(Pipeline(2, 2), ["attn", "mlp"], [*ATTENTION, *MLP], {**DENSE, "num_layers": 8}, id="interleaved"),
+    pytest.param(Pipeline(expert=2), _ROUTER, [*ATTENTION, "moe_act"], OVERLAP, id="overlap"),
 ]
-_ATTENTION, _ALL = ["core_attn", "attn_proj"], ["core_attn", "attn_proj", "expert_fc1", "moe_act"]
-_ROUTER, _PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
 # Of megatron-core's own test: captured scopes, names, whether attention has latents, the fraction to offload, and
 # whether copies wait for the next replay.
 UPSTREAM = [
@@ -80,12 +78,6 @@ UPSTREAM = [
 SEGMENT = 20 << 20
 """The step in which the allocator reserves memory for buffers of a few MiB."""
 AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
-# Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
-SEVERAL = [
-    pytest.param(Pipeline(2), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="1F1B"),
-    pytest.param(Pipeline(2, 2), ["attn", "mlp"], [*ATTENTION, *MLP], {**DENSE, "num_layers": 8}, id="interleaved"),
-    pytest.param(Pipeline(expert=2), ["attn", "moe_router"], [*ATTENTION, "moe_act"], OVERLAP, id="overlap"),
-]
 
 
 @pytest.mark.parametrize(("scopes", "names"), OUTSIDE)
@@ -95,18 +87,11 @@ def test_modules_outside_the_captures_are_offloaded(
     ranks_of(1).run(_check, scopes, names, {}, False)
 
 
-@pytest.mark.parametrize(("scopes", "names", "settings"), INSIDE)
+@pytest.mark.parametrize(("shape", "scopes", "names", "settings"), INSIDE)
 def test_captured_modules_are_offloaded(
-    scopes: list[str], names: list[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    ranks_of(1).run(_check, scopes, names, settings, True)
-
-
-@pytest.mark.parametrize(("shape", "scopes", "names", "settings"), SEVERAL)
-def test_captured_modules_of_several_ranks_are_offloaded(
     shape: Pipeline, scopes: list[str], names: list[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
 ) -> None:
-    ranks_of(2).run(_check, scopes, names, settings, True, shape=shape)
+    ranks_of(1 if shape == Pipeline() else 2).run(_check, scopes, names, settings, True, shape=shape)
 
 
 @pytest.mark.parametrize(("scopes", "names", "has_latents", "fraction", "is_delayed"), UPSTREAM)
@@ -144,9 +129,7 @@ def _check_recipe(scopes: Sequence[str], settings: dict[str, Any], model: dict[s
         expected = run_twice(lambda: _train(scopes, model), lambda a, b: a.bits == b.bits)
         with apply(OffloadConfig(), replace_fine_grained=True) as handle:
             got = _train(scopes, {**model, **settings}, handle)
-    bits = zip(expected.bits, got.bits, strict=True)
-    wrong = [[name for name in a if a[name] != b[name]] for a, b in bits]
-    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    check_bits(expected.bits, got.bits)
     assert got.peak_bytes <= expected.peak_bytes + SEGMENT, (expected.peak_bytes, got.peak_bytes)
     if theirs is not None:
         of_layer = (got.copied_bytes + got.eager_bytes) // SIZES["num_layers"]
@@ -156,18 +139,13 @@ def _check_recipe(scopes: Sequence[str], settings: dict[str, Any], model: dict[s
 
 def _check(scopes: Sequence[str], names: Sequence[str], settings: dict[str, Any], is_inside: bool) -> None:
     from megatron_patches import apply
-    from offload_engine import FixedBounds, OffloadConfig
 
     with deterministic_algorithms(warn_only=True):
         expected = run_twice(lambda: _train(scopes, settings), lambda a, b: a.bits == b.bits)
-        with apply(
-            OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0)), modules=names
-        ) as handle:
+        with apply(RELEASED_AT_ONCE, modules=names) as handle:
             got = _train(scopes, settings, handle)
     assert got.is_inside == is_inside
-    bits = zip(expected.bits, got.bits, strict=True)
-    wrong = [[name for name in a if a[name] != b[name]] for a, b in bits]
-    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    check_bits(expected.bits, got.bits)
     if is_inside:
         fallen, left = expected.held_bytes - got.held_bytes, got.copied_bytes - got.slot_bytes
         assert left > 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.dist.launch import Pipeline
-from tests.gpu.parity import deterministic_algorithms, run_twice
+from tests.gpu.parity import RELEASED_AT_ONCE, check_bits, check_moved, deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 
 DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
@@ -71,12 +71,15 @@ def test_flex_dispatcher(overlap: dict[str, Any], ranks_of: Callable[[int], GpuR
 
 
 def _check_steps(names: Sequence[str], settings: dict[str, Any]) -> None:
+    from megatron_patches import apply
+
     with deterministic_algorithms(warn_only=True), _kernels_of_apex(settings):
         expected = run_twice(lambda: _train(settings), eq)
-        got = _train_with_offload(names, settings)
+        with apply(RELEASED_AT_ONCE) as handle:
+            got = _train({**settings, "offload_activation": True, "offload_modules": list(names)})
+            check_moved(handle.stats)
     assert expected[0] != expected[-1], "nothing was learned"
-    wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(expected, got, strict=True)]
-    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    check_bits(expected, got)
 
 
 def _kernels_of_apex(settings: dict[str, Any]) -> AbstractContextManager[object]:
@@ -88,24 +91,10 @@ def _kernels_of_apex(settings: dict[str, Any]) -> AbstractContextManager[object]
     return kernels()
 
 
-def _train_with_offload(names: Sequence[str], settings: dict[str, Any]) -> list[dict[str, str]]:
-    from megatron_patches import apply
-    from offload_engine import FixedBounds, OffloadConfig
-
-    # Released as soon as they are copied: so few bytes would stay otherwise, and none come back.
-    with apply(OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0))) as handle:
-        got = _train({**settings, "offload_activation": True, "offload_modules": list(names)})
-        stats = handle.stats
-        assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes
-        assert stats.num_storages_left == 0
-    return got
-
-
 def _train(settings: dict[str, Any]) -> list[dict[str, str]]:
-    from tests.dist.tiny import fingerprint
     from tests.dist.training import train
-    from tests.gpu.small_gpt import make_chunks, make_config, run
+    from tests.gpu.small_gpt import fingerprint_of_step, make_chunks, make_config
 
     config = make_config(**settings)
     num_microbatches = 2 * config.pipeline_model_parallel_size
-    return train(config, make_chunks(config), lambda chunks: fingerprint(chunks, run(chunks, num_microbatches)))
+    return train(config, make_chunks(config), lambda chunks: fingerprint_of_step(chunks, num_microbatches))
