@@ -21,11 +21,11 @@ from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.shapes import ChunkShape, GroupShape
+from tests.dist.budgets import Skewed, budget_of, ends, largest, optimizer_of, train
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.settings import selective
-from tests.dist.test_budget_agreement import Skewed
 from tests.dist.test_recompute_switches import MODELS, _config, _step
-from tests.dist.tiny import ALL, engine_of, make_chunks, run, stats_of
+from tests.dist.tiny import ALL, make_chunks, run
 
 NUM_STEPS = 10
 NUM_MICROBATCHES = 2
@@ -53,11 +53,8 @@ def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: 
 
 
 def _check_steps(model: str) -> tuple[int, list[Slot]]:
-    chunks = _chunks(model)
-    expected = [_step(chunks, NUM_MICROBATCHES)]
-    _, whole = _train(model, "1TiB", expected, num_steps=6)
-    assert whole.summary.recomputed_bytes == 0
-    budget = _budget_between(whole)
+    expected = _step(_chunks(model), NUM_MICROBATCHES)
+    budget = _budget_between(model, expected)
     with where_the_link_is_behind():
         peaks, view = _train(model, f"{budget}", expected)
     recomputed = view.decider.chosen.best.decision.choices.recomputed
@@ -66,42 +63,36 @@ def _check_steps(model: str) -> tuple[int, list[Slot]]:
     return ps.get_pipeline_model_parallel_rank(), sorted(recomputed)
 
 
+def _budget_between(model: str, expected: dict[str, str]) -> int:
+    """Half the way from everything offloaded to nothing moved, on the rank that takes the most."""
+    with apply(ALL) as handle:
+        chunks = _chunks(model, offload_gpu_budget="1TiB")
+        train(handle, chunks, [NUM_MICROBATCHES] * 6, {NUM_MICROBATCHES: expected}, _step)
+        assert budget_of(handle).summary.recomputed_bytes == 0
+        return sum(largest(*ends(handle))) // 2
+
+
+def _train(
+    model: str, budget: str, expected: dict[str, str], num_steps: int = NUM_STEPS, **more: Any
+) -> tuple[list[int], Any]:
+    """Train within a budget; return the peaks of the steps, and the budget's view."""
+    with apply(ALL) as handle:
+        chunks = _chunks(model, offload_gpu_budget=budget, **more)
+        peaks = train(handle, chunks, [NUM_MICROBATCHES] * num_steps, {NUM_MICROBATCHES: expected}, _step)
+        return peaks, budget_of(handle)
+
+
 def _chunks(model: str, **more: Any) -> list[Any]:
     kind, settings, _ = MODELS[model]
     size = ps.get_tensor_model_parallel_world_size()
     return make_chunks(_config(kind, {**settings, "tensor_model_parallel_size": size, **more}))
 
 
-def _budget_between(view: Any) -> int:
-    """Half the way from everything offloaded to nothing moved, on the rank that takes the most."""
-    chosen = view.decider.chosen
-    ends = torch.tensor([chosen.floor.held_bytes, chosen.top.held_bytes])
-    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
-    return int(ends.sum()) // 2
-
-
-def _train(
-    model: str, budget: str, expected: list[dict[str, str]], num_steps: int = NUM_STEPS, **more: Any
-) -> tuple[list[int], Any]:
-    """Train within a budget; return the peaks of the steps, and the budget's view."""
-    peaks = []
-    with apply(ALL) as handle:
-        chunks = _chunks(model, offload_gpu_budget=budget, **more)
-        optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.0)
-        for number in range(num_steps):
-            assert _step(chunks, NUM_MICROBATCHES) in expected, (model, budget, number)
-            optimizer.step()
-            peaks.append(stats_of(handle).peak_resident_bytes)
-            if number % 3 == 0:
-                run(chunks, NUM_MICROBATCHES, forward_only=True)  # as an evaluation
-        return peaks, engine_of(handle).budget
-
-
 @on_ranks()
 def test_a_plan_that_recomputes_is_given_back_unless_that_is_forbidden(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
-    expected = [_step(_chunks("dense"), NUM_MICROBATCHES)]
-    budget = _budget_between(_train("dense", "1TiB", expected, num_steps=6)[1])
+    expected = _step(_chunks("dense"), NUM_MICROBATCHES)
+    budget = _budget_between("dense", expected)
     with where_the_link_is_behind():
         peaks, _ = _train("dense", f"{budget}", expected, offload_plan=file)
         _, forbidden = _train("dense", f"{budget}", expected, offload_recompute="off")
@@ -121,14 +112,14 @@ def test_a_rank_above_its_budget_changes_nothing_that_others_recompute_too() -> 
 
 def _check_excess() -> list[list[Slot]]:
     expected, found = _step(_chunks("dense"), NUM_MICROBATCHES), []
-    budget = _budget_between(_train("dense", "1TiB", [expected], num_steps=6)[1])
+    budget = _budget_between("dense", expected)
     with where_the_link_is_behind(), apply(ALL) as handle:
         chunks = _chunks("dense", offload_gpu_budget=f"{budget}")
-        optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.0)
+        optimizer = optimizer_of(chunks)
         for number in range(NUM_STEPS + 2):
             assert _step(chunks, NUM_MICROBATCHES) == expected
             optimizer.step()
-            view: Any = engine_of(handle).budget
+            view = budget_of(handle)
             if number == NUM_STEPS - 1:
                 view._last.gauge = Skewed(view._last.gauge, budget // 4 if torch.distributed.get_rank() else 0)
             if number >= NUM_STEPS - 1:

@@ -15,10 +15,11 @@ from megatron_patches._model.candidates import find_candidates
 from megatron_patches._model.gpu_budget import checked
 from offload_engine._budget.state import State
 from offload_engine.sizes import parse_size
+from tests.dist.budgets import budget_of, ends, largest, optimizer_of, train
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
-from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
-from tests.dist.training import train
+from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of, step
+from tests.dist.training import train as train_distributed
 
 NUM_STEPS = 8
 NUM_FREE = 5
@@ -48,11 +49,17 @@ def test_steps_are_the_same_and_within_the_budget(layout: Layout, shape: Pipelin
     numbers = [layout.others.get(number, 4) for number in range(NUM_STEPS)]
     reference = make_chunks(_config(layout))
     expected = {number: step(reference, number) for number in set(numbers)}
-    floor, top, peaks = _train(layout, "1TiB", [4] * 6, expected)
-    assert floor == top or peaks[0] < peaks[-1]  # everything leaves until the budget has decided, and nothing after it
-    floor, top = _largest(floor, top)
-    budget = (floor + top) // 2 if floor < top else top
-    _, _, peaks = _train(layout, f"{budget}", numbers, expected)
+    with apply(ALL, has_report=False) as handle:
+        chunks = make_chunks(_config(layout, offload_gpu_budget="1TiB"))
+        peaks = train(handle, chunks, [4] * 6, expected)
+        floor, top = ends(handle)
+        # Everything leaves until the budget has decided, and nothing after it.
+        assert floor == top or peaks[0] < peaks[-1]
+    budget = sum(largest(floor, top)) // 2
+    with apply(ALL, has_report=False) as handle:
+        chunks = make_chunks(_config(layout, offload_gpu_budget=f"{budget}"))
+        peaks = train(handle, chunks, numbers, expected)
+        assert budget_of(handle).state in (State.HOLD, State.VERIFY)
     assert max(peaks[NUM_FREE:]) <= budget, (budget, peaks)
 
 
@@ -60,32 +67,6 @@ def _config(layout: Layout, **budget: Any) -> Any:
     experts = {"expert_model_parallel_size": ps.get_expert_model_parallel_world_size()}
     settings = {**layout.settings, **(experts if layout.kind != "dense" else {}), **budget}
     return make_config(layout.kind, layout.dtype, **settings)
-
-
-def _largest(*numbers: int) -> list[int]:
-    tensor = torch.tensor(numbers)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
-
-
-def _train(
-    layout: Layout, budget: str, numbers: list[int], expected: dict[int, dict[str, str]], **files: str
-) -> tuple[int, int, list[int]]:
-    """Train; return what is predicted with everything offloaded and with nothing moved, and the peaks of the steps."""
-    peaks = []
-    with apply(ALL, has_report=False) as handle:
-        chunks = make_chunks(_config(layout, offload_gpu_budget=budget, **files))
-        optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.0)
-        for number in numbers:
-            assert step(chunks, number) == expected[number]
-            optimizer.step()
-            peaks.append(stats_of(handle).peak_resident_bytes)
-            if len(peaks) % 3 == 1:
-                run(chunks, number, forward_only=True)
-        view: Any = engine_of(handle).budget
-        assert view.state in (State.HOLD, State.VERIFY)
-        chosen = view.decider.chosen
-        return (0, 0, peaks) if chosen is None else (chosen.floor.held_bytes, chosen.top.held_bytes, peaks)
 
 
 @on_ranks(world_size=2, timeout_s=240.0)
@@ -96,12 +77,12 @@ def test_the_distributed_optimizer() -> None:
         def counted(chunks: list[Any]) -> tuple[dict[str, str], int]:
             return step(chunks, 4), 0 if handle.stats is None else handle.stats.peak_resident_bytes
 
-        return train(config, make_chunks(config), counted, NUM_STEPS)
+        return train_distributed(config, make_chunks(config), counted, NUM_STEPS)
 
     with apply(ALL, has_report=False) as handle:
         expected, kept = steps(), steps(offload_gpu_budget="1TiB")
         floor, top = kept[0][1], kept[-1][1]
-        budget = sum(_largest(floor, top)) // 2
+        budget = sum(largest(floor, top)) // 2
         within = steps(offload_gpu_budget=f"{budget}")
     assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
     assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
@@ -113,14 +94,12 @@ def test_two_models_in_a_process() -> None:
     expected = {kind: step(make_chunks(make_config(kind)), 4) for kind in kinds}
     with apply(ALL, has_report=False) as handle:
         models = {kind: make_chunks(make_config(kind, offload_gpu_budget=size)) for kind, size in kinds.items()}
-        weights = [p for chunks in models.values() for chunk in chunks for p in chunk.parameters()]
-        optimizer = torch.optim.SGD(weights, lr=0.0)
+        optimizer = optimizer_of(*models.values())
         for _ in range(NUM_STEPS):
             for kind, chunks in models.items():
                 assert step(chunks, 4) == expected[kind], kind
             optimizer.step()
-        view: Any = engine_of(handle).budget
-        assert view.state is State.HOLD and stats_of(handle).peak_resident_bytes <= 250 << 10
+        assert budget_of(handle).state is State.HOLD and stats_of(handle).peak_resident_bytes <= 250 << 10
 
 
 def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
@@ -130,15 +109,21 @@ def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
 
 
 def _check_plan(folder: str) -> None:
-    layout, numbers = Layout("mixed", {}), [4] * 6
-    files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
     expected = {4: step(make_chunks(make_config("mixed")), 4)}
-    (budget,) = _largest(_train(layout, "1TiB", numbers, expected)[2][-1])
-    first, again = (_train(layout, f"{budget}", [4] * n, expected, **files)[2] for n in (6, 2))
+
+    def peaks(budget: str, num_steps: int, **files: str) -> list[int]:
+        with apply(ALL, has_report=False) as handle:
+            return train(
+                handle, make_chunks(make_config("mixed", offload_gpu_budget=budget, **files)), [4] * num_steps, expected
+            )
+
+    files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
+    (budget,) = largest(peaks("1TiB", 6)[-1])
+    first, again = (peaks(f"{budget}", num_steps, **files) for num_steps in (6, 2))
     assert first[0] < first[-1] and again[0] > first[0]  # nothing had to be measured
     assert max(again) <= budget
     with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
-        _train(layout, f"{budget}", numbers, expected, offload_plan=f"{folder}/nowhere/plan.json")
+        peaks(f"{budget}", 1, offload_plan=f"{folder}/nowhere/plan.json")
 
 
 @on_ranks()
