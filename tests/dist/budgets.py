@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches import Handle
-from tests.dist.tiny import engine_of, run, stats_of, step
+from megatron_patches import apply
+from tests.dist.tiny import ALL, engine_of, run, stats_of, step
 
 
 class Skewed:
@@ -20,16 +20,8 @@ class Skewed:
         self.extra = extra
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._gauge, name)
-
-    def peak_bytes(self) -> int:
-        return self._gauge.peak_bytes() + self.extra
-
-    def held_bytes(self) -> int:
-        return self._gauge.held_bytes() + self.extra
-
-    def outside_bytes(self) -> int:
-        return self._gauge.outside_bytes() + self.extra
+        found = getattr(self._gauge, name)
+        return (lambda: found() + self.extra) if name in ("peak_bytes", "held_bytes", "outside_bytes") else found
 
 
 def optimizer_of(*models: Sequence[torch.nn.Module]) -> torch.optim.Optimizer:
@@ -37,27 +29,36 @@ def optimizer_of(*models: Sequence[torch.nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for chunks in models for chunk in chunks for p in chunk.parameters()], lr=0.0)
 
 
-def budget_of(handle: Handle) -> Any:
-    """Return what the engine decides by."""
-    return engine_of(handle).budget
+class Trained(NamedTuple):
+    """The peak of each step, and what the engine has decided by."""
+
+    peaks: list[int]
+    view: Any
 
 
 def train(
-    handle: Handle,
-    chunks: list[Any],
+    make: Callable[[], list[Any]],
     microbatches: Sequence[int],
     expected: Mapping[int, dict[str, str]],
     step: Callable[[list[Any], int], dict[str, str]] = step,
-) -> list[int]:
-    """Compare steps with those expected at their numbers of microbatches, evaluate in between; return their peaks."""
-    optimizer, peaks = optimizer_of(chunks), []
-    for number in microbatches:
-        assert step(chunks, number) == expected[number], number
-        optimizer.step()
-        peaks.append(stats_of(handle).peak_resident_bytes)
-        if len(peaks) % 3 == 1:
-            run(chunks, number, forward_only=True)
-    return peaks
+) -> Trained:
+    """Compare the steps of a model with those without offload at these numbers of microbatches; evaluate in between."""
+    peaks: list[int] = []
+    with apply(ALL, has_report=False) as handle:
+        optimizer = optimizer_of(chunks := make())
+        for number in microbatches:
+            assert step(chunks, number) == expected[number], number
+            optimizer.step()
+            peaks.append(stats_of(handle).peak_resident_bytes)
+            if len(peaks) % 3 == 1:
+                run(chunks, number, forward_only=True)
+        return Trained(peaks, engine_of(handle).budget)
+
+
+def ends(view: Any) -> tuple[int, int]:
+    """Return what is predicted with everything offloaded, and with nothing moved."""
+    chosen = view.decider.chosen
+    return chosen.floor.held_bytes, chosen.top.held_bytes
 
 
 def largest(*numbers: int) -> list[int]:
@@ -65,9 +66,3 @@ def largest(*numbers: int) -> list[int]:
     tensor = torch.tensor(numbers)
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     return tensor.tolist()
-
-
-def ends(handle: Handle) -> tuple[int, int]:
-    """Return what is predicted with everything offloaded, and with nothing moved."""
-    chosen = budget_of(handle).decider.chosen
-    return chosen.floor.held_bytes, chosen.top.held_bytes

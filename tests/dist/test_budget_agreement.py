@@ -16,9 +16,9 @@ from megatron.core import parallel_state as ps
 from megatron_patches import Handle, apply
 from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
-from tests.dist.budgets import Skewed, budget_of, ends, largest, optimizer_of
+from tests.dist.budgets import Skewed, ends, largest, optimizer_of
 from tests.dist.launch import Pipeline, run_ranks
-from tests.dist.tiny import ALL, fingerprint, make_chunks, make_config, run, step
+from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run, step
 
 NUM_STEPS = 8
 SHAPES = {
@@ -33,7 +33,7 @@ class Job:
     """A tiny model that trains within a budget; on one rank all else takes more."""
 
     def __init__(self, name: str, handle: Handle, budget: int = 1 << 30) -> None:
-        self.handle = handle
+        self._handle = handle
         settings: Any = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
         self.is_skewed = is_last_rank() is not (name == "pipeline")  # its first stage has more to move
         self.reference = make_chunks(make_config(**settings))
@@ -43,7 +43,7 @@ class Job:
 
     @property
     def view(self) -> Any:
-        return budget_of(self.handle)
+        return engine_of(self._handle).budget
 
     def step(self, extra: int = 0, **more: Any) -> dict[str, str]:
         found = fingerprint(self.chunks, run(self.chunks, 2, **more))
@@ -97,7 +97,7 @@ def test_ranks_with_unequal_room_keep_the_same(name: str) -> None:
 def _ends(name: str) -> tuple[int, int]:
     with training(name, 1 << 40) as job:
         job.steps(6)
-        return ends(job.handle)
+        return ends(job.view)
 
 
 def _with_unequal_room(name: str) -> tuple[str, list[str]]:
