@@ -86,7 +86,7 @@ def _kernels_of_apex(settings: dict[str, Any]) -> AbstractContextManager[object]
     """Where megatron-core's own linear layers ask for them and apex is not installed, a function of the tests."""
     if not settings.get("gradient_accumulation_fusion") or find_spec("fused_weight_gradient_mlp_cuda"):
         return nullcontext()
-    from tests.dist.test_fused_wgrad import kernels
+    from tests.dist.test_weights import kernels
 
     return kernels()
 
