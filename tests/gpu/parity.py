@@ -74,3 +74,14 @@ def check_moved(stats: IterationStats | None) -> IterationStats:
     assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes
     assert stats.num_storages_left == 0
     return stats
+
+
+def peak_of_second(step: Callable[[], object]) -> int:
+    """Return the most bytes allocated in the second of two calls, above what is there before it: all gradients."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

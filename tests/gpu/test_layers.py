@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 from benchmarks.shared_gpus import gpu_of  # noqa: E402
 from offload_engine import OffloadConfig, enable_activation_offloading  # noqa: E402
 from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train  # noqa: E402
-from tests.gpu.parity import deterministic_algorithms, run_twice  # noqa: E402
+from tests.gpu.parity import deterministic_algorithms, peak_of_second, run_twice  # noqa: E402
 
 CONFIG = SMALL.replace(directory=None)
 MIB = 1 << 20
@@ -35,16 +35,6 @@ def test_losses_and_gradients_are_equal_to_the_last_bit(kind: str, own: str | No
     handle.remove()
 
 
-def peak_of_step(model: torch.nn.Module, tokens: torch.Tensor) -> int:
-    """Return the most bytes allocated in a step, above what is there before it: all gradients, which stay allocated."""
-    for _ in range(2):
-        model.zero_grad(set_to_none=False)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss_of(model, tokens).backward()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @pytest.mark.parametrize("enable_ckpt", [False, True])
 def test_memory_goes_down(enable_ckpt: bool) -> None:
     """Two layers of sixteen are on the device, instead of all; a fifth is left to the allocator, and to copies."""
@@ -53,11 +43,12 @@ def test_memory_goes_down(enable_ckpt: bool) -> None:
     model: Any = make_decoder("llama", device="cuda", **shape).bfloat16()
     if enable_ckpt:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    plain = peak_of_step(model, tokens)
+    plain = peak_of_second(lambda: loss_of(model, tokens).backward())
     del model
     model = make_decoder("llama", device="cuda", **shape).bfloat16()
     handle = enable_activation_offloading(model, "none", enable_ckpt, config=OffloadConfig())
-    offloaded, stats = peak_of_step(model, tokens), handle.stats
+    offloaded = peak_of_second(lambda: loss_of(model, tokens).backward())
+    stats = handle.stats
     handle.remove()
     if enable_ckpt:
         assert stats.managed_bytes == 64 * MIB  # of each layer its input, 4096 x 512 in bf16

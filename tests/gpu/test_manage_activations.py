@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload_engine import ManagedActivations, manage_activations
+from offload_engine import ManagedActivations, OffloadConfig, manage_activations
 from tests.checkpointed import all_equal
 from tests.gpu.parity import run_twice
 
@@ -151,3 +151,28 @@ def test_pinned_memory_is_kept(activations: ManagedActivations) -> None:
         train(lambda: activations, plain)
         obtained.add(activations.stats.host_bytes)
     assert len(obtained) == 1
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs 2 GPUs of one machine, one of which is not current; there are {torch.cuda.device_count()}",
+)
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    """The default stream has the same handle on all of them."""
+    device = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256, device=device) for _ in range(8)))
+    batch = torch.randn(1024, 256, device=device)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(batch).sigmoid().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    offload = manage_activations(model, OffloadConfig(min_tensor_bytes=1), group_bytes=1 << 20)
+    with offload:
+        moved = gradients()
+    assert offload.stats.copied_in_bytes > 0 and all_equal(plain, moved)
+    offload.close()

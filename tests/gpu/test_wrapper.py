@@ -10,7 +10,7 @@ import torch
 
 from offload_engine import CheckpointOffload, GroupWindow, OffloadConfig, offload_wrapper
 from tests.checkpointed import FAMILIES, WAYS, all_equal, make_language_model
-from tests.gpu.parity import run_twice
+from tests.gpu.parity import peak_of_second, run_twice
 
 LENGTH, HIDDEN, DEPTH, VOCABULARY = 4096, 1024, 12, 512
 INPUT_BYTES = LENGTH * HIDDEN * 2
@@ -42,15 +42,8 @@ def train(model: Any, num_steps: int = 3) -> list[torch.Tensor]:
 
 
 def peak_of_step(model: Any) -> int:
-    """Return the most bytes allocated in a step, above what is there before it: all gradients, from the step before."""
     tokens = torch.ones(1, LENGTH, dtype=torch.int64, device="cuda")
-    for _ in range(2):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        model.model(tokens).last_hidden_state.sum().backward()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return peak_of_second(lambda: model.model(tokens).last_hidden_state.sum().backward())
 
 
 @pytest.mark.usefixtures("deterministic")
