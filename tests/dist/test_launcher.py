@@ -43,7 +43,9 @@ OFFLOAD = ["--offload-activation", "--offload-min-tensor-bytes", "1"]
 
 
 def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
-    *seen, hooked = _launch(tmp_path, "--offload-activation", "--offload-modules", "core_attention", "mlp_act")
+    names = ["--offload-modules", "core_attention", "mlp_act"]
+    *seen, hooked = _launch(tmp_path, *OFFLOAD, *names, "--offload-trace", str(tmp_path / "step{step}.json"))
+    assert (tmp_path / "step1.json").exists()
     assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path)]
     # Of what a layer is made of: core attention, and the ends of the stretch of the activation, which are those of the
     # first projection and of its MLP; and what passes the engine by.
@@ -54,20 +56,10 @@ def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     assert Counter(filter(None, parts)) == dict.fromkeys((*wanted, *unshared), num_layers)
 
 
-def test_its_flags_reach_every_model(tmp_path: Path) -> None:
-    trace = str(tmp_path / "step{step}.json")
-    _launch(tmp_path, *OFFLOAD, "--offload-trace", trace)
-    assert (tmp_path / "step1.json").exists()
-
-
 def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:
     recipe = 'fine_grained_activation_offloading=True, offload_modules=["core_attn"], min_offloaded_tensor_size=1'
     hooked = _launch(tmp_path, "--offload-engine", config=recipe)[-1]
     assert sum(name.endswith("core_attention") for name in hooked) == 4
-
-
-def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:
-    assert _launch(tmp_path)[-1] == []
 
 
 @pytest.mark.parametrize(
@@ -122,18 +114,18 @@ def _end(argv: list[str]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("removal", ["works", "fails"])
-def test_an_error_of_the_script_is_not_hidden(removal: str, tmp_path: Path) -> None:
-    run_ranks(_check_error, removal, [*OFFLOAD, *_write(tmp_path), "fail"], pipeline=None)
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_an_error_of_the_script_is_not_hidden(is_removed: bool, tmp_path: Path) -> None:
+    run_ranks(_check_error, is_removed, [*OFFLOAD, *_write(tmp_path), "fail"], pipeline=None)
 
 
-def _check_error(removal: str, argv: list[str]) -> None:
+def _check_error(is_removed: bool, argv: list[str]) -> None:
     from megatron_patches._runtime import ModelRuntime
 
     failure = mock.patch.object(ModelRuntime, "close", side_effect=RuntimeError("of the removal"))
-    with failure if removal == "fails" else nullcontext(), pytest.raises(ZeroDivisionError, match="of the script"):
+    with nullcontext() if is_removed else failure, pytest.raises(ZeroDivisionError, match="of the script"):
         _main(argv)
-    if removal == "works":
+    if is_removed:
         _check_unpatched()
 
 

@@ -19,6 +19,7 @@ from megatron_patches import apply
 from megatron_patches._model.unshared import unshared_modules
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine._devices.cpu import CpuDevice
+from tests.decoders import SavesDetached
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.parity import SAVES_COPIES
@@ -145,22 +146,9 @@ def _save_aliases(chunk: torch.nn.Module) -> None:
 
 def _forward_of(module: Any) -> Any:
     def forward(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return _SavesAlias.apply(inputs, module.weight), None
+        return SavesDetached.apply(inputs, module.weight), None
 
     return forward
-
-
-class _SavesAlias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight.detach())
-        return inputs.matmul(weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        inputs, weight = ctx.saved_tensors
-        flat, grad = inputs.reshape(-1, inputs.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1])
-        return grads[0].matmul(weight), grad.t().matmul(flat)
 
 
 # ---- torch's ---------------------------------------------------------------------------------------------------------
