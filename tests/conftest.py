@@ -39,7 +39,10 @@ COMPAT = {
         "test_flex_dispatcher_without",
         "test_storages_held_by_the_schedule_are_emptied[Pipeline(size=2",
     ),
-    "test_held": ("test_embeddings_without", "test_inputs", "test_stage_inputs"),
+    "test_inputs": (
+        *("test_embeddings_without", "test_it_leaves", "test_megatron_cores_own_cases[alone", "test_queries"),
+        "test_stage_inputs",
+    ),
     "test_launcher": ("test_runs_a_script", "test_list_modules"),
     "test_other_code": ("test_under_the_overlap", "test_without_other_code"),
     "test_parity": (
@@ -58,7 +61,6 @@ COMPAT = {
         "test_what_is_not_safe",
         "test_everything_is_put_back",
     ),
-    "test_recomputed_inputs": ("test_it_leaves", "test_megatron_cores_own_cases[alone", "test_queries"),
     "test_rehearsal": ("test_groups_are_those_of_a_real_step",),
     "test_take_over": ("",),
     "test_weights": ("test_a_parameter", "test_between", "test_every_weight"),

@@ -2,7 +2,7 @@
 """The cases of megatron-core's own test of its offload, as recipes that are taken over: equal bits, no more memory.
 
 Norms are recomputed, and in models with experts the activation: what leaves are the inputs that these start from, and
-what else is named. tests/dist/test_recomputed_inputs.py runs the same without a GPU.
+what else is named. tests/dist/test_inputs.py runs the same without a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.launch import Pipeline
 from tests.dist.settings import selective
-from tests.dist.test_recomputed_inputs import UPSTREAM, UPSTREAM_OVERLAP
+from tests.dist.test_inputs import UPSTREAM, UPSTREAM_OVERLAP
 from tests.gpu.parity import check_bits, check_moved, deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 from tests.gpu.test_module_names import LATENT
