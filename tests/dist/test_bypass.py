@@ -186,16 +186,14 @@ class Forwarding(torch.nn.Module):
     forward.__module__ = GroupedLinear.forward.__module__
 
 
-@on_ranks()
+def _linear(kind: type[GroupedLinear] = GroupedLinear) -> Any:
+    return kind(2, 4, 4, init_method=torch.nn.init.ones_)
+
+
 def test_of_other_classes_nothing_is_known() -> None:
-    plain = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
-    others = Others(2, 4, 4, init_method=torch.nn.init.ones_)
+    plain, others = _linear(), _linear(Others)
     found = [*experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
     assert found == [plain]
-
-
-def _linear() -> Any:
-    return GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
 
 
 ARGS = (torch.ones(4, 4), [2, 2])

@@ -206,6 +206,12 @@ def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
 
 
+def check_bits(expected: dict[str, str], got: dict[str, str], *where: object) -> None:
+    """Compare two fingerprints; fail with the names of what differs."""
+    wrong = [key for key in expected if got[key] != expected[key]]
+    assert not wrong, f"differs from the step without offload: {where}, {wrong[:5]}"
+
+
 def _digest(grad: torch.Tensor | None) -> str:
     if grad is None:
         return "none"

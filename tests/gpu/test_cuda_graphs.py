@@ -35,33 +35,29 @@ _WITH_NORMS = ["layernorm", "moe_act"]
 _ATTENTION, _ALL = ["core_attn", "attn_proj"], ["core_attn", "attn_proj", "expert_fc1", "moe_act"]
 _ROUTER, _PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
 
-OUTSIDE = [
-    (["moe_router"], ["qkv_linear", "core_attn", "attn_proj", "experts"]),
-    (["attn"], ["mlp_norm", "router", "experts"]),
-    (_PREPROCESS, ["expert_fc1", "moe_act"]),
-]
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
-MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
-INSIDE = [
-    pytest.param(Pipeline(), ["attn"], ATTENTION, {}, id="attention"),
-    pytest.param(Pipeline(), _ROUTER, [*ATTENTION, "expert_fc1", "moe_act"], {}, id="attention, eager experts"),
-    pytest.param(
-        Pipeline(), _PREPROCESS, [*_ATTENTION, "mlp_norm", "moe_act"], selective(*_WITH_NORMS), id="recomputed norms"
-    ),
-    pytest.param(
-        Pipeline(),
-        _PREPROCESS,
-        ["attn_proj", "mlp_norm", "expert_fc1", "moe_act"],
+OF_DENSE = [*ATTENTION, "mlp_fc1", "mlp_act", "mlp_fc2"]
+# Captured scopes, names, and settings of the model.
+OUTSIDE: dict[str, tuple[Pipeline, list[str], list[str], dict[str, Any]]] = {
+    "attention": (Pipeline(), ["moe_router"], [*ATTENTION, "experts"], {}),
+    "router": (Pipeline(), ["attn"], ["mlp_norm", "router", "experts"], {}),
+    "experts": (Pipeline(), _PREPROCESS, ["expert_fc1", "moe_act"], {}),
+}
+INSIDE: dict[str, tuple[Pipeline, list[str], list[str], dict[str, Any]]] = {
+    "attention": (Pipeline(), ["attn"], ATTENTION, {}),
+    "attention, eager experts": (Pipeline(), _ROUTER, [*ATTENTION, "expert_fc1", "moe_act"], {}),
+    "recomputed norms": (Pipeline(), _PREPROCESS, [*_ATTENTION, "mlp_norm", "moe_act"], selective(*_WITH_NORMS)),
+    "recomputed projections from latents": (
+        *(Pipeline(), _PREPROCESS, ["attn_proj", "mlp_norm", "expert_fc1", "moe_act"]),
         selective(*_WITH_NORMS, "mla_up_proj", **LATENT),
-        id="recomputed projections from latents",
     ),
-    pytest.param(Pipeline(), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="dense layers"),
-    pytest.param(Pipeline(), [], [*ATTENTION, *MLP], DENSE, id="whole layers"),
+    "dense layers": (Pipeline(), ["attn", "mlp"], OF_DENSE, DENSE),
+    "whole layers": (Pipeline(), [], OF_DENSE, DENSE),
     # Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
-    pytest.param(Pipeline(2), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="1F1B"),
-    pytest.param(Pipeline(2, 2), ["attn", "mlp"], [*ATTENTION, *MLP], {**DENSE, "num_layers": 8}, id="interleaved"),
-    pytest.param(Pipeline(expert=2), _ROUTER, [*ATTENTION, "moe_act"], OVERLAP, id="overlap"),
-]
+    "1F1B": (Pipeline(2), ["attn", "mlp"], OF_DENSE, DENSE),
+    "interleaved": (Pipeline(2, 2), ["attn", "mlp"], OF_DENSE, {**DENSE, "num_layers": 8}),
+    "overlap": (Pipeline(expert=2), _ROUTER, [*ATTENTION, "moe_act"], OVERLAP),
+}
 # Of megatron-core's own test: captured scopes, names, whether attention has latents, the fraction to offload, and
 # whether copies wait for the next replay.
 UPSTREAM = [
@@ -80,18 +76,16 @@ SEGMENT = 20 << 20
 AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
 
 
-@pytest.mark.parametrize(("scopes", "names"), OUTSIDE)
-def test_modules_outside_the_captures_are_offloaded(
-    scopes: list[str], names: list[str], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    ranks_of(1).run(_check, scopes, names, {}, False)
+@pytest.mark.parametrize("row", OUTSIDE)
+def test_modules_outside_the_captures_are_offloaded(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    shape, *job = OUTSIDE[row]
+    ranks_of(1).run(_check, *job, False, shape=shape)
 
 
-@pytest.mark.parametrize(("shape", "scopes", "names", "settings"), INSIDE)
-def test_captured_modules_are_offloaded(
-    shape: Pipeline, scopes: list[str], names: list[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    ranks_of(1 if shape == Pipeline() else 2).run(_check, scopes, names, settings, True, shape=shape)
+@pytest.mark.parametrize("row", INSIDE)
+def test_captured_modules_are_offloaded(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    shape, *job = INSIDE[row]
+    ranks_of(shape.num_ranks).run(_check, *job, True, shape=shape)
 
 
 @pytest.mark.parametrize(("scopes", "names", "has_latents", "fraction", "is_delayed"), UPSTREAM)

@@ -22,39 +22,28 @@ OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "settings"),
-    [
-        pytest.param(Pipeline(context=2), DENSE, {}, id="context"),
-        pytest.param(Pipeline(tensor=2), DENSE, {"sequence_parallel": True}, id="tensor and sequence"),
-        pytest.param(Pipeline(), DENSE, {}, id="data"),
-        pytest.param(Pipeline(), DENSE, {"gradient_accumulation_fusion": True}, id="fused weight gradients"),
-        pytest.param(Pipeline(expert=2), EXPERTS, {"num_moe_experts": 4}, id="experts"),
-        pytest.param(Pipeline(expert=2, context=2), EXPERTS, {"num_moe_experts": 4}, id="experts and context"),
-    ],
-)
-def test_three_steps_of_the_distributed_optimizer(
-    shape: Pipeline, names: Sequence[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
+FEW, MANY = {"num_moe_experts": 4}, {"num_moe_experts": 8}
+# The layout of the published results: data parallel 4, expert parallel 4, pipelines of 2 with 2 virtual stages.
+EIGHT = Pipeline(2, 2, expert=4)
+ROWS: dict[str, tuple[int, Pipeline, list[str], dict[str, Any]]] = {
+    "context": (2, Pipeline(context=2), DENSE, {}),
+    "tensor and sequence": (2, Pipeline(tensor=2), DENSE, {"sequence_parallel": True}),
+    "data": (2, Pipeline(), DENSE, {}),
+    "fused weight gradients": (2, Pipeline(), DENSE, {"gradient_accumulation_fusion": True}),
+    "experts": (2, Pipeline(expert=2), EXPERTS, FEW),
+    "experts and context": (2, Pipeline(expert=2, context=2), EXPERTS, FEW),
+    "interleaved": (8, Pipeline(2, 2), DENSE, {}),
+    "interleaved, experts": (8, EIGHT, EXPERTS, MANY),
+    "interleaved, overlap": (8, EIGHT, EXPERTS, {**MANY, **OVERLAP}),
+    "interleaved, delayed": (8, EIGHT, EXPERTS, {**MANY, **OVERLAP, "delay_wgrad_compute": True}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_three_steps_of_the_distributed_optimizer(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
     """Gradients are reduced during the backward, and parameters gathered during the next forward."""
-    ranks_of(2).run(_check_steps, names, settings, shape=shape)
-
-
-@pytest.mark.parametrize(
-    ("names", "settings"),
-    [
-        pytest.param(DENSE, {}, id="dense"),
-        pytest.param(EXPERTS, {"num_moe_experts": 8}, id="experts"),
-        pytest.param(EXPERTS, {"num_moe_experts": 8, **OVERLAP}, id="overlap"),
-        pytest.param(EXPERTS, {"num_moe_experts": 8, **OVERLAP, "delay_wgrad_compute": True}, id="delayed"),
-    ],
-)
-def test_interleaved_pipelines(
-    names: Sequence[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    """The layout of the published results: data parallel 4, expert parallel 4, pipelines of 2 with 2 virtual stages."""
-    shape = Pipeline(2, 2, expert=4 if "num_moe_experts" in settings else 1)
-    ranks_of(8).run(_check_steps, names, settings, shape=shape)
+    num_ranks, shape, *job = ROWS[row]
+    ranks_of(num_ranks).run(_check_steps, *job, shape=shape)
 
 
 @pytest.mark.parametrize(

@@ -29,55 +29,33 @@ RECOMPUTED = selective("layernorm", **LATENT)
 MICROBATCHES = (3, 1, 3)
 LEAST_FALL = 1 / 3  # of the bytes that leave: of two layers, what the second has saved is at the peak all the same
 
-# Ranks, their shape, names, settings of the model, strategy, and options of Megatron-FSDP.
 GATHERED = {"fp8_param_gather": True}
-CASES = [
-    *(pytest.param(1, Pipeline(), DENSE, {}, name, {}, id=name) for name in ("no_shard", "optim", "optim_grads")),
-    pytest.param(1, Pipeline(), DENSE, {}, SHARDED, {}, id=SHARDED),
-    pytest.param(1, Pipeline(), DENSE, {}, SHARDED, {"fsdp_double_buffer": True}, id="double buffer"),
-    pytest.param(1, Pipeline(), EXPERTS, HAS_EXPERTS, SHARDED, {}, id="experts"),
-    pytest.param(1, Pipeline(), DENSE, FP8, SHARDED, {}, id="FP8"),
-    pytest.param(1, Pipeline(), DENSE, FP8_WEIGHTS, SHARDED, GATHERED, id="FP8 weights"),
-    pytest.param(
-        1, Pipeline(), DENSE, FP8_WEIGHTS, SHARDED, {**GATHERED, "keep_fp8_transpose_cache": True}, id="with transposes"
-    ),
-    pytest.param(
-        1, Pipeline(), ["attn_norm", "core_attn", "attn_proj"], RECOMPUTED, SHARDED, {}, id="norms recomputed"
-    ),
-    pytest.param(2, Pipeline(), DENSE, {}, SHARDED, {}, id="two ranks"),
-    pytest.param(2, Pipeline(), DENSE, FP8_WEIGHTS, SHARDED, GATHERED, id="two ranks, FP8 weights"),
-    pytest.param(2, Pipeline(expert=2), EXPERTS, HAS_EXPERTS, SHARDED, {}, id="two ranks, experts"),
-    pytest.param(2, Pipeline(expert=2), EXPERTS, OVERLAP, SHARDED, {}, id="overlap"),
-    pytest.param(
-        2, Pipeline(expert=2), EXPERTS, {**OVERLAP, "delay_wgrad_compute": True}, SHARDED, {}, id="delayed gradients"
-    ),
-    pytest.param(2, Pipeline(expert=2), EXPERTS, OVERLAP, "optim", {}, id="overlap, only states sharded"),
-    *(
-        pytest.param(
-            4,
-            Pipeline(instances=2),
-            DENSE,
-            {},
-            SHARDED,
-            {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer},
-            id=f"hybrid, {outer}",
-        )
-        for outer in ("no_shard", "optim")
-    ),
-]
+Row = tuple[int, Pipeline, list[str], dict[str, Any], str, dict[str, Any]]
+"""Ranks, their shape, names, settings of the model, strategy, and options of Megatron-FSDP."""
+ROWS: dict[str, Row] = {
+    **{name: (1, Pipeline(), DENSE, {}, name, {}) for name in ("no_shard", "optim", "optim_grads", SHARDED)},
+    "double buffer": (1, Pipeline(), DENSE, {}, SHARDED, {"fsdp_double_buffer": True}),
+    "experts": (1, Pipeline(), EXPERTS, HAS_EXPERTS, SHARDED, {}),
+    "FP8": (1, Pipeline(), DENSE, FP8, SHARDED, {}),
+    "FP8 weights": (1, Pipeline(), DENSE, FP8_WEIGHTS, SHARDED, GATHERED),
+    "transposes": (1, Pipeline(), DENSE, FP8_WEIGHTS, SHARDED, {**GATHERED, "keep_fp8_transpose_cache": True}),
+    "norms recomputed": (1, Pipeline(), ["attn_norm", "core_attn", "attn_proj"], RECOMPUTED, SHARDED, {}),
+    "two ranks": (2, Pipeline(), DENSE, {}, SHARDED, {}),
+    "two ranks, FP8 weights": (2, Pipeline(), DENSE, FP8_WEIGHTS, SHARDED, GATHERED),
+    "two ranks, experts": (2, Pipeline(expert=2), EXPERTS, HAS_EXPERTS, SHARDED, {}),
+    "overlap": (2, Pipeline(expert=2), EXPERTS, OVERLAP, SHARDED, {}),
+    "delayed gradients": (2, Pipeline(expert=2), EXPERTS, {**OVERLAP, "delay_wgrad_compute": True}, SHARDED, {}),
+    "overlap, only states sharded": (2, Pipeline(expert=2), EXPERTS, OVERLAP, "optim", {}),
+}
+for outer in ("no_shard", "optim"):
+    options = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
+    ROWS[f"hybrid, {outer}"] = (4, Pipeline(instances=2), DENSE, {}, SHARDED, options)
 
 
-@pytest.mark.parametrize(("num_ranks", "shape", "names", "settings", "strategy", "options"), CASES)
-def test_steps_are_those_without_offload(
-    num_ranks: int,
-    shape: Pipeline,
-    names: Sequence[str],
-    settings: dict[str, Any],
-    strategy: str,
-    options: dict[str, Any],
-    ranks_of: Callable[[int], GpuRanks],
-) -> None:
-    ranks_of(num_ranks).run(_check, names, settings, strategy, options, shape=shape)
+@pytest.mark.parametrize("row", ROWS)
+def test_steps_are_those_without_offload(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    num_ranks, shape, *job = ROWS[row]
+    ranks_of(num_ranks).run(_check, *job, shape=shape)
 
 
 def _check(names: Sequence[str], settings: dict[str, Any], strategy: str, options: dict[str, Any]) -> None:
