@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,7 +38,14 @@ AHEAD = ["mtp_norm", "mtp_proj"]
 MAMBA = ["mamba_mixer", "mamba_in_proj", "mamba_out_proj"]
 ALL_OF_MIXED = [*ATTENTION, *DENSE, *ROUTED, *SHARED_EXPERTS]
 ALL_OF_HYBRID = [*MAMBA, *ATTENTION, *DENSE, *ROUTED]
+ALL_AHEAD = [*ATTENTION, *ROUTED, "mlp_norm", *AHEAD]
 OF_LAYERS = ["layer_input", "qkv_linear", "core_attn", "attn_proj", *DENSE]
+OF_EXPERTS = [*OF_LAYERS[:5], "dispatched_tokens", "moe_act"]
+
+# A stage that only embeds, and one that only computes the loss.
+BARE = {"num_layers": 2, "pipeline_model_parallel_layout": "E|t|t|L"}
+# Above the pipeline's size it allows odd numbers of microbatches.
+UNEVEN = {"microbatch_group_size_per_vp_stage": 3}
 
 # In pieces, called by the dispatcher between its own steps.
 OVERLAPS_SHARED = {**SHARED, "moe_shared_expert_overlap": True}
@@ -129,13 +136,13 @@ SELECTIVE = {
 }
 SEVERAL = selective("core_attn", "layernorm", "shared_experts", "moe_act", **GROUPED, **SHARED)
 OF_OVERLAP = ["layer_input", "attn_norm", "self_attn", *OF_LAYERS[1:], *SHARED_EXPERTS, *ROUTED]
-LEAST_OF_OVERLAP = [
+MANY_IN_OVERLAP = [
     *_overlap("mixed", [leaves(OF_OVERLAP)]),
     *_overlap("moe", [[name for name in OF_OVERLAP if name not in DENSE[1:]]]),
     *_overlap("mixed", [["self_attn", *DENSE, "shared_experts", *EXPERTS]], DELAYED),
     *_overlap("mixed", [["qkv_linear", "router", "dispatched_tokens", "experts"]], DELAYED),
 ]
-RECOMPUTING_OVERLAP = [
+RECOMPUTING_IN_OVERLAP = [
     *_overlap("mixed", [["core_attn", "router_fc1"]], selective("layernorm")),
     *_overlap("mixed", [["self_attn", "router_fc1"]], selective("mlp", "shared_experts")),
     *_overlap("moe", [["layer_input", "mlp_norm", "router"]], selective("core_attn")),
@@ -145,190 +152,139 @@ RECOMPUTING_OVERLAP = [
     ),
 ]
 
-ROWS: dict[str, tuple[Pipeline, list[int], list[Case]]] = {
+
+class Row(NamedTuple):
+    """Models in a pipeline, and numbers of microbatches of their steps."""
+
+    shape: Pipeline
+    microbatches: list[int]
+    cases: list[Case]
+
+
+def _row(shape: Pipeline, *cases: list[Case], microbatches: Sequence[int] = ()) -> Row:
+    """With expert parallelism, each case has it."""
+    experts = {"expert_model_parallel_size": shape.expert} if shape.expert > 1 else {}
+    all_cases = [case._replace(settings={**case.settings, **experts}) for each in cases for case in each]
+    return Row(shape, list(microbatches) or [2 * shape.size], all_cases)
+
+
+ROWS = {
     # -- schedules: microbatches change from step to step, with evaluation before the first step and in between
-    "no pipeline": (
+    "no pipeline": _row(
         Pipeline(),
-        [3, 1, 2],
-        [
-            *_cases("dense", [["core_attn", "attn_proj", "mlp_act"]], NORMS),
-            *_cases("moe", [["core_attn", "router_fc1", "qkv_linear"]]),
-            *OF_TRAINING,
-        ],
+        _cases("dense", [["core_attn", "attn_proj", "mlp_act"]], NORMS),
+        _cases("moe", [["core_attn", "router_fc1", "qkv_linear"]]),
+        OF_TRAINING,
+        microbatches=[3, 1, 2],
     ),
-    "1F1B": (Pipeline(2), [2, 5, 1], OF_TRAINING),
-    "interleaved": (Pipeline(2, 2), [2, 6], OF_TRAINING),
-    # A stage that only embeds, and one that only computes the loss.
-    "bare stages": (
-        Pipeline(2, 2),
-        [2, 6],
-        _cases("dense", [["core_attn", "qkv_linear"]], {"num_layers": 2, "pipeline_model_parallel_layout": "E|t|t|L"}),
-    ),
-    # Above the pipeline's size it allows odd numbers of microbatches.
-    "uneven groups": (
-        Pipeline(2, 2),
-        [3, 5, 9, 8],
-        _cases("moe", [["core_attn"]], {"microbatch_group_size_per_vp_stage": 3}),
-    ),
+    "1F1B": _row(Pipeline(2), OF_TRAINING, microbatches=[2, 5, 1]),
+    "interleaved": _row(Pipeline(2, 2), OF_TRAINING, microbatches=[2, 6]),
+    "bare stages": _row(Pipeline(2, 2), _cases("dense", [["core_attn", "qkv_linear"]], BARE), microbatches=[2, 6]),
+    "uneven groups": _row(Pipeline(2, 2), _cases("moe", [["core_attn"]], UNEVEN), microbatches=[3, 5, 9, 8]),
     # -- names
-    "names of any model": (Pipeline(), [2], _cases("mixed", [*_alone(ALL_OF_MIXED), *_together(ALL_OF_MIXED)], SHARED)),
-    "names of experts": (
+    "names of any model": _row(Pipeline(), _cases("mixed", [*_alone(ALL_OF_MIXED), *_together(ALL_OF_MIXED)], SHARED)),
+    "names of experts": _row(
         Pipeline(),
-        [2],
-        [
-            *_cases("moe", [["shared_fc1"], ["shared_fc2"], ["shared_fc1", "shared_fc2", *ROUTED]], OVERLAPS_SHARED),
-            *_cases("moe", [*_alone(ROUTED[1:]), *_together(ROUTED)], GROUPED),
-        ],
+        _cases("moe", [["shared_fc1"], ["shared_fc2"], ["shared_fc1", "shared_fc2", *ROUTED]], OVERLAPS_SHARED),
+        _cases("moe", [*_alone(ROUTED[1:]), *_together(ROUTED)], GROUPED),
     ),
-    "names of latents": (
+    "names of latents": _row(
         Pipeline(),
-        [2],
-        [
-            *_cases("mixed", [*_alone(["qkv_linear", *LATENTS]), *_together([*ATTENTION, *LATENTS])], LATENT),
-            *_cases("mixed", [["mla_down_proj", "mla_up_proj"]], ONE_LATENT),
-        ],
+        _cases("mixed", [*_alone(["qkv_linear", *LATENTS]), *_together([*ATTENTION, *LATENTS])], LATENT),
+        _cases("mixed", [["mla_down_proj", "mla_up_proj"]], ONE_LATENT),
     ),
-    "names of further tokens": (
-        Pipeline(),
-        [2],
-        _cases("moe", [*_alone(AHEAD), *_together([*ATTENTION, *ROUTED, "mlp_norm", *AHEAD])], MTP),
-    ),
+    "names of further tokens": _row(Pipeline(), _cases("moe", [*_alone(AHEAD), *_together(ALL_AHEAD)], MTP)),
     # Each layer is Mamba, attention, a dense MLP or experts, and nothing else.
-    "names of a hybrid": (
-        Pipeline(),
-        [2],
-        _cases("moe", [*_alone([*MAMBA, *DENSE]), *_together(ALL_OF_HYBRID)], HYBRID),
+    "names of a hybrid": _row(
+        Pipeline(), _cases("moe", [*_alone([*MAMBA, *DENSE]), *_together(ALL_OF_HYBRID)], HYBRID)
     ),
     # With one layer in each virtual stage, some chunks hold dense layers only.
-    "names in a pipeline": (
+    "names in a pipeline": _row(
         DEEP,
-        [4],
-        [
-            *_cases("mixed", [["mlp_fc1"], ["router_fc1"], leaves(ALL_OF_MIXED)], SHARED),
-            *_cases("moe", [leaves(ROUTED)], {"moe_token_dispatcher_type": "allgather"}),
-            *_cases("moe", [["shared_fc1", *leaves(ROUTED)]], OVERLAPS_SHARED),
-            *_cases("moe", [ROUTED], GROUPED),
-            *_cases("mixed", [[*ATTENTION, *LATENTS]], LATENT),
-            *_cases("moe", [["core_attn"], leaves([*ATTENTION, *ROUTED, "mlp_norm", *AHEAD])], MTP),
-        ],
+        _cases("mixed", [["mlp_fc1"], ["router_fc1"], leaves(ALL_OF_MIXED)], SHARED),
+        _cases("moe", [leaves(ROUTED)], {"moe_token_dispatcher_type": "allgather"}),
+        _cases("moe", [["shared_fc1", *leaves(ROUTED)]], OVERLAPS_SHARED),
+        _cases("moe", [ROUTED], GROUPED),
+        _cases("mixed", [[*ATTENTION, *LATENTS]], LATENT),
+        _cases("moe", [["core_attn"], leaves(ALL_AHEAD)], MTP),
     ),
-    "hybrid in a pipeline": (Pipeline(2, expert=2), [4], _cases("moe", [leaves(ALL_OF_HYBRID)], HYBRID)),
+    "hybrid in a pipeline": _row(Pipeline(2, expert=2), _cases("moe", [leaves(ALL_OF_HYBRID)], HYBRID)),
     # -- recomputation: modules run their forward inside backward, where the engine is passive
-    "selective": (
-        Pipeline(),
-        [2],
-        [
-            case
-            for module, (kind, model) in SELECTIVE.items()
-            for case in _recomputing(kind, selective(module, **model))
-        ],
+    "selective": _row(
+        Pipeline(), *(_recomputing(kind, selective(module, **model)) for module, (kind, model) in SELECTIVE.items())
     ),
-    "selective in a pipeline": (
-        DEEP,
-        [4],
-        [*_recomputing("moe", SEVERAL)[:1], *_recomputing("mixed", selective("moe", **SHARED))[:1]],
+    "selective in a pipeline": _row(
+        DEEP, _recomputing("moe", SEVERAL)[:1], _recomputing("mixed", selective("moe", **SHARED))[:1]
     ),
     # The input of a recomputed layer, or of a block of layers, is all that is saved.
-    "full": (
+    "full": _row(
         Pipeline(),
-        [2],
-        [
-            *_cases("mixed", [["layer_input"]], full()),
-            *_cases("mixed", [["layer_input", "layer_input"]], full(2)),  # there is one group for two layers
-            *_cases("mixed", [["layer_input", "core_attn", "router_fc1"]], full(2, "block")),
-            *MTP_FULL,
-            *HYBRID_FULL,
-        ],
+        _cases("mixed", [["layer_input"]], full()),
+        _cases("mixed", [["layer_input", "layer_input"]], full(2)),  # there is one group for two layers
+        _cases("mixed", [["layer_input", "core_attn", "router_fc1"]], full(2, "block")),
+        MTP_FULL,
+        HYBRID_FULL,
     ),
-    "full in a pipeline": (
-        DEEP,
-        [4],
-        [*_cases("moe", [["layer_input"]], full(**GROUPED)), *MTP_FULL, *HYBRID_FULL[:1]],
-    ),
+    "full in a pipeline": _row(DEEP, _cases("moe", [["layer_input"]], full(**GROUPED)), MTP_FULL, HYBRID_FULL[:1]),
     # -- parallelism within a stage
-    "tensor parallel": (
+    "tensor parallel": _row(
         Pipeline(tensor=2),
-        [2],
-        [
-            *_cases("dense", [["qkv_linear"], ["mlp_fc1"], OF_LAYERS, ["self_attn", "mlp_act"]], SPLIT),
-            *_cases("dense", [OF_LAYERS], {"tensor_model_parallel_size": 2}),
-        ],
+        _cases("dense", [["qkv_linear"], ["mlp_fc1"], OF_LAYERS, ["self_attn", "mlp_act"]], SPLIT),
+        _cases("dense", [OF_LAYERS], {"tensor_model_parallel_size": 2}),
     ),
-    "sequence parallel in a pipeline": (Pipeline(2, 2, tensor=2), [4], _cases("dense", [OF_LAYERS], SPLIT)),
+    "sequence parallel in a pipeline": _row(Pipeline(2, 2, tensor=2), _cases("dense", [OF_LAYERS], SPLIT)),
     # Each rank has a part of every sequence, and meets the others in the core attention.
-    "context parallel": (
+    "context parallel": _row(
         Pipeline(context=2),
-        [2],
-        [
-            *_cases("dense", [OF_LAYERS, ["core_attn"]]),
-            *_cases("dense", [["layer_input", "mlp_act"]], selective("core_attn")),
-        ],
+        _cases("dense", [OF_LAYERS, ["core_attn"]]),
+        _cases("dense", [["layer_input", "mlp_act"]], selective("core_attn")),
     ),
-    "context parallel in a pipeline": (
-        Pipeline(2, 2, expert=2, context=2),
-        [4],
-        _cases("mixed", [[*OF_LAYERS, "dispatched_tokens", "moe_act"]]),
+    "context parallel in a pipeline": _row(
+        Pipeline(2, 2, expert=2, context=2), _cases("mixed", [[*OF_LAYERS, *OF_EXPERTS[5:]]])
     ),
-    "context parallel under the overlap": (
+    "context parallel under the overlap": _row(
         Pipeline(expert=2, context=2),
-        [2],
-        [
-            *_wrapped("moe", [[*OF_LAYERS[:5], "dispatched_tokens", "moe_act"]], OVERLAP),
-            *_wrapped("moe", [[*OF_LAYERS[:5], "dispatched_tokens", "moe_act"]], {**OVERLAP, **DELAYED}),
-        ],
+        _wrapped("moe", [OF_EXPERTS], OVERLAP),
+        _wrapped("moe", [OF_EXPERTS], {**OVERLAP, **DELAYED}),
     ),
-    "expert parallel": (Pipeline(expert=2), [2], _cases("moe", [["core_attn", "router_fc1", "moe_act"]])),
+    "expert parallel": _row(Pipeline(expert=2), _cases("moe", [["core_attn", "router_fc1", "moe_act"]])),
     # -- the all-to-all overlap: combined 1F1B, where nodes of two microbatches take turns inside a layer
-    "overlap, each name": (
+    "overlap, each name": _row(
         Pipeline(expert=2),
-        [2],
-        [
-            *_overlap("mixed", _alone(OF_OVERLAP)),
-            # What was copied in is read once more after autograd has dropped it.
-            *_overlap("mixed", _alone(["qkv_linear", "attn_proj", *DENSE[1:], "dispatched_tokens", *EXPERTS]), DELAYED),
-            *_overlap("moe", _alone([*LATENTS, "dispatched_tokens", "experts", *EXPERTS]), WITH_BOTH),
-        ],
+        _overlap("mixed", _alone(OF_OVERLAP)),
+        # What was copied in is read once more after autograd has dropped it.
+        _overlap("mixed", _alone(["qkv_linear", "attn_proj", *DENSE[1:], "dispatched_tokens", *EXPERTS]), DELAYED),
+        _overlap("moe", _alone([*LATENTS, "dispatched_tokens", "experts", *EXPERTS]), WITH_BOTH),
     ),
-    "overlap, many names": (Pipeline(expert=2), [3, 1], LEAST_OF_OVERLAP),
-    "overlap, recomputation": (Pipeline(expert=2), [2], RECOMPUTING_OVERLAP),
-    "overlap in a pipeline": (
+    "overlap, many names": _row(Pipeline(expert=2), MANY_IN_OVERLAP, microbatches=[3, 1]),
+    "overlap, recomputation": _row(Pipeline(expert=2), RECOMPUTING_IN_OVERLAP),
+    "overlap in a pipeline": _row(
         DEEP,
-        [4, 2],
-        [*LEAST_OF_OVERLAP, *_overlap("mixed", _alone(["mlp_fc1", "moe_act"])), *RECOMPUTING_OVERLAP[1::2]],
+        MANY_IN_OVERLAP,
+        _overlap("mixed", _alone(["mlp_fc1", "moe_act"])),
+        RECOMPUTING_IN_OVERLAP[1::2],
+        microbatches=[4, 2],
     ),
-    "overlap in a pipeline, latents": (
+    "overlap in a pipeline, latents": _row(
         DEEP,
-        [4],
-        [
-            *_overlap("mixed", [[*OF_LAYERS[:3], *LATENTS, "mlp_act", *ROUTED[1:]]], WITH_BOTH),
-            *_overlap(
-                "moe", [["self_attn", "router_fc1"]], selective("mla_up_proj", "moe_act", "layernorm", **WITH_BOTH)
-            ),
-        ],
+        _overlap("mixed", [[*OF_LAYERS[:3], *LATENTS, "mlp_act", *ROUTED[1:]]], WITH_BOTH),
+        _overlap("moe", [["self_attn", "router_fc1"]], selective("mla_up_proj", "moe_act", "layernorm", **WITH_BOTH)),
     ),
 }
 if find_spec("megatron.core.models.hybrid"):  # HybridModel, of 0.19.2, has virtual stages first
     # Some stages hold experts, and some Mamba layers.
-    ROWS["hybrid in virtual stages"] = (
-        DEEP,
-        [4],
-        _cases("moe", [["mamba_in_proj", "router_fc1"], ALL_OF_HYBRID], {**HYBRID, "num_layers": 8}),
+    ROWS["hybrid in virtual stages"] = _row(
+        DEEP, _cases("moe", [["mamba_in_proj", "router_fc1"], ALL_OF_HYBRID], {**HYBRID, "num_layers": 8})
     )
 # 0.16.1 frees the input of an only local expert that its backward needs, with or without offload.
 if is_in_range(installed_version(), ">=0.17"):
-    ROWS["overlap, one expert"] = (
-        Pipeline(expert=2),
-        [3, 1],
-        _overlap("moe", [["router_fc1"]], {"num_moe_experts": 2}),
-    )
+    one_expert = _overlap("moe", [["router_fc1"]], {"num_moe_experts": 2})
+    ROWS["overlap, one expert"] = _row(Pipeline(expert=2), one_expert, microbatches=[3, 1])
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_steps_are_those_without_offload(row: str) -> None:
     shape, microbatches, cases = ROWS[row]
-    if shape.expert > 1:
-        experts = {"expert_model_parallel_size": shape.expert}
-        cases = [case._replace(settings={**case.settings, **experts}) for case in cases]
     check = check_in_turns if len(microbatches) > 1 else check_all
     run_ranks(check, cases, microbatches, pipeline=shape, timeout_s=240.0)
 
