@@ -166,7 +166,14 @@ FLAGS = (
     *("--expert-model-parallel-size", "2", "--num-experts", "4", "--use-distributed-optimizer", "--bf16"),
     *("--hidden-size", "64", "--seq-length", "64", "--train-iters", "3"),
 )
-OF_NODES = ("--offload-activation", "--offload-modules", "core_attn", "moe_act", "--offload-min-tensor-bytes", "1")
+OFFLOAD_ON_NODES = (
+    "--offload-activation",
+    "--offload-modules",
+    "core_attn",
+    "moe_act",
+    "--offload-min-tensor-bytes",
+    "1",
+)
 
 
 Program = tuple[str, tuple[str, ...], Path, dict[str, str]]
@@ -226,7 +233,7 @@ def _rank(node: str, job: Program) -> Ended:
 def test_two_nodes_train_as_one_to_the_last_bit(tmp_path: Path) -> None:
     one_node = train(tmp_path, *FLAGS, num_ranks=NUM_NODES * PER_NODE, has_data=False)
     assert one_node.status == 0, one_node.output
-    two_nodes, ranks = train_on_nodes(tmp_path, *FLAGS, *OF_NODES)
+    two_nodes, ranks = train_on_nodes(tmp_path, *FLAGS, *OFFLOAD_ON_NODES)
     assert two_nodes.curve == one_node.curve
     assert "│ 2-3 " in two_nodes.output and "had no record" not in two_nodes.output, "tables of both nodes"
     for step in two_nodes.steps:

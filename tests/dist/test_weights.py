@@ -70,7 +70,7 @@ def test_a_parameter_that_takes_the_place_of_another_is_known_a_step_later() -> 
 
 # -- models of which only a part is trained: no group waits for a backward that does not come --------------------------
 
-OF_FROZEN = [
+NAMES_OF_FROZEN = [
     *("layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"),
     *("router", "dispatched_tokens", "moe_act", "router_fc2"),
 ]
@@ -135,14 +135,14 @@ def _train_only(chunk: torch.nn.Module, is_trained: Callable[[str], bool]) -> No
 )
 def test_of_a_model_in_part_frozen_only_these_are_trained(shape: Pipeline, changes: list[Any]) -> None:
     settings = {"expert_model_parallel_size": shape.expert}
-    cases = [Case("mixed", OF_FROZEN, settings=settings, change=change) for change in changes]
+    cases = [Case("mixed", NAMES_OF_FROZEN, settings=settings, change=change) for change in changes]
     num_frozen = run_ranks(_num_frozen, cases, [2, 3] if shape.size == 1 else [4, 2], pipeline=shape)
     assert all(any(of_ranks) for of_ranks in zip(*num_frozen, strict=True))
 
 
 def test_adapters_under_the_overlap() -> None:
     """There something must be trained in front of the first layer, with or without offload."""
-    case = Case("mixed", OF_FROZEN, torch.bfloat16, OVERLAP, wrap=True, change=adapters_and_embedding)
+    case = Case("mixed", NAMES_OF_FROZEN, torch.bfloat16, OVERLAP, wrap=True, change=adapters_and_embedding)
     run_ranks(_num_frozen, [case], [4, 2], pipeline=DEEP)
 
 
