@@ -133,3 +133,17 @@ class CountAllGathers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_all_gathers += "allgather" in str(func).replace("_", "")
         return func(*args, **(kwargs or {}))
+
+
+class SavesDetached(torch.autograd.Function):
+    """A linear layer that saves an alias of its weight which has forgotten that it is one, as custom kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight.detach())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].flatten(0, -2).t() @ x.flatten(0, -2)

@@ -33,18 +33,6 @@ class Checked:
         """Return whether no fault was found."""
         return not (self.unordered or self.unfilled or self.unawaited)
 
-    def summary(self) -> dict[str, Any]:
-        """Return the numbers, and the first faults, as JSON."""
-        return {
-            "host_pairs": self.host_pairs,
-            "device_pairs": self.device_pairs,
-            "unread_kernels": self.unread_kernels,
-            "num_unordered": len(self.unordered),
-            "unordered": self.unordered[:20],
-            "unfilled": self.unfilled[:20],
-            "unawaited": self.unawaited[:20],
-        }
-
 
 def check(nodes: Sequence[Node], edges: Sequence[Edge]) -> Checked:
     """Check the order of all uses of what copies touch.

@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from offload_engine.captured_layers import CapturedLayers
+from tests.graph_order import reachable
 
 PASSES = (0, 1)
 
@@ -75,34 +76,26 @@ def unordered(
         edges: as `edges_of`, or fewer.
         of_kernels: the uses of kernels inside the graphs, where these are known.
     """
-    after: dict[Node, set[Node]] = defaultdict(set)
-    for edge in edges:
-        after[edge.first].add(edge.then)
-    reached: dict[Node, set[Node]] = {}
+    uses = [*_uses(captured), *of_kernels]
+    nodes = {use.node for use in uses} | {node for edge in edges for node in edge[:2]}
+    number = {node: index for index, node in enumerate(nodes)}
+    after = reachable(len(nodes), [(number[edge.first], number[edge.then]) for edge in edges])
 
-    def behind(node: Node) -> set[Node]:
-        if node not in reached:
-            found, waiting = set[Node](), [node]
-            while waiting:
-                for then in after[waiting.pop()] - found:
-                    found.add(then)
-                    waiting.append(then)
-            reached[node] = found
-        return reached[node]
+    def is_behind(one: ByteUse, other: ByteUse) -> bool:
+        return bool(after[number[one.node]] >> number[other.node] & 1)
 
     by_memory: dict[str, list[ByteUse]] = defaultdict(list)
-    for use in (*_uses(captured), *of_kernels):
+    for use in uses:
         by_memory[use.memory].append(use)
     return [
         (one, other)
-        for uses in by_memory.values()
-        for one, other in combinations(uses, 2)
+        for of_memory in by_memory.values()
+        for one, other in combinations(of_memory, 2)
         if one.begin < other.end
         and other.begin < one.end
         and (one.is_write or other.is_write)
         and one.node != other.node
-        and other.node not in behind(one.node)
-        and one.node not in behind(other.node)
+        and not (is_behind(one, other) or is_behind(other, one))
     ]
 
 

@@ -13,9 +13,8 @@ DIST = Path(__file__).parents[1] / "dist"
 WITH_ONE_VERSION = {
     f"test_{name}"
     for name in (
-        "attachments budget_agreement budget_recompute budget_rehearsed frozen_weights fsdp gpu_budget many_nodes "
-        "megatron_fsdp newer_layers optimizer_offload pipelining plan_command planned second_step trainer turn_around "
-        "waiting_copies"
+        "attachments budget_agreement fsdp gpu_budget megatron_fsdp moves newer_layers optimizer_offload "
+        "pipelining plan_command second_step trainer"
     ).split()
 }
 

@@ -94,8 +94,7 @@ def run_ranks(
     """
     if world_size is None:
         world_size = pipeline.num_ranks if isinstance(pipeline, Pipeline) else 1
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = _server()
     with tempfile.TemporaryDirectory() as directory:
         ranks = []
         for rank in range(world_size):
@@ -111,6 +110,17 @@ def run_ranks(
             for process, _ in ranks:
                 process.kill()
                 process.join()
+
+
+@functools.cache
+def _server() -> Any:
+    """Start the server; its imports are no part of the time that the first ranks have."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    return context
 
 
 def on_ranks(

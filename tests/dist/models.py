@@ -224,3 +224,47 @@ def _pattern(argument: str, num_layers: int) -> str:
     stages = ps.get_pipeline_model_parallel_world_size() * (ps.get_virtual_pipeline_model_parallel_world_size() or 1)
     length = num_layers // stages
     return "|".join(sublayers[i : i + length] for i in range(0, num_layers, length))
+
+
+def delay_weight_gradients(chunk: torch.nn.Module) -> None:
+    """Make linear layers compute the gradient of their weight in `backward_dw`, as TransformerEngine's do.
+
+    megatron-core's own do nothing there. For tensor-parallel size 1, without biases.
+    """
+    for layer in chunk.modules():
+        if isinstance(layer, TransformerLayer):
+            for module in layer.modules():
+                if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                    assert module.bias is None, "biases are not delayed"
+                    _delay(module)
+
+
+def _delay(module: Any) -> None:
+    pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return _DelayedLinear.apply(inputs, module.weight, pending), None
+
+    @torch.no_grad()
+    def backward_dw() -> None:
+        for inputs, grad in pending:
+            flat = inputs.reshape(-1, inputs.shape[-1])
+            module.weight.main_grad.add_(grad.reshape(-1, grad.shape[-1]).t().matmul(flat))
+        pending.clear()
+
+    module.forward = forward
+    module.backward_dw = backward_dw
+
+
+class _DelayedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, pending: list[Any]) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.pending = pending
+        return inputs.matmul(weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        inputs, weight = ctx.saved_tensors
+        ctx.pending.append((inputs, grads[0]))  # read after this node, and its saved tensors, are gone
+        return grads[0].matmul(weight), None, None

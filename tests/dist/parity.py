@@ -18,7 +18,7 @@ from megatron_patches._rows.runtime import unwrap
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
 from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
-from tests.dist.tiny import engine_of, fingerprint, make_chunks, make_config, run, stats_of
+from tests.dist.tiny import check_bits, engine_of, fingerprint, make_chunks, make_config, run, stats_of
 
 SAVES_COPIES = is_in_range(installed_version(), "<0.20")
 """Whether `CheckpointWithoutOutput` saves detached copies of its inputs, and not the inputs themselves. Without copies
@@ -125,8 +125,7 @@ def run_with(
         assert handle.engine is None, "evaluation must not start anything"
         for n, wanted in zip(microbatches, expected, strict=True):
             got = fingerprint(chunks, run(chunks, n))
-            wrong = [key for key in wanted if got[key] != wanted[key]]
-            assert not wrong, f"{case} differs at {n} microbatches: {wrong[:5]}"
+            check_bits(wanted, got, case, n)
             _check_counters(case, handle, chunks, n)
             assert meter.current_bytes == 0 and engine_of(handle).pool.num_leases == 0
             counters.append(stats_of(handle))

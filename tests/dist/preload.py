@@ -15,6 +15,7 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
+import megatron.core.tensor_parallel.random  # noqa: E402
 
 import megatron_patches  # noqa: E402, F401
 
@@ -24,6 +25,11 @@ with contextlib.suppress(ImportError):
 # megatron-core has a few functions of routers compiled: in each rank that takes as long as several steps.
 if os.environ.get("OFFLOAD_TESTS_COMPILE_RANKS") != "1":
     torch.compiler.set_stance("force_eager")
+
+# From 0.19 on it compiles and loads a function where layers first recompute: with a lock that all processes wait for.
+if load := getattr(megatron.core.tensor_parallel.random, "_get_share_storage", None):
+    with contextlib.suppress(Exception):  # without a compiler tests of recomputation fail, and say so
+        load()
 
 gc.collect()
 gc.freeze()

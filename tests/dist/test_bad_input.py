@@ -26,6 +26,7 @@ from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config
 # With a bias megatron-core's own recomputation of the MLP never ends: the bias becomes an output of the checkpoint.
 MLP = selective("mlp", add_bias_linear=False)
 
+NO_GROUP = "offload_min_tensor_bytes has moe_act=1,024, but 'moe_act' has no group of its own here"
 # kind of model, names, settings, what the message must hold
 REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
     ("dense", ["core_attn", "moe_act", "router"], {}, ["'moe_act' needs", "'router' needs layers with experts"]),
@@ -37,6 +38,8 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
     ("dense", ["qkv_linear"], selective("layernorm"), ["'qkv_linear'", "discards and recomputes"]),
     ("dense", ["core_attn"], {"offload_host_limit_bytes": 2048}, ["2,048", "one hidden activation of 4,096 bytes"]),
     ("dense", ["core_attn"], {"offload_dir": "/nonexistent/directory"}, ["/nonexistent/directory"]),
+    ("dense", [], {"offload_gpu_budget": "1MiB", "offload_min_tensor_bytes": "moe_act=1KiB"}, [NO_GROUP]),
+    ("dense", [], {"offload_num_layers": 1, "offload_min_tensor_bytes": "moe_act=1KiB"}, [NO_GROUP]),
 ]
 
 
@@ -49,20 +52,8 @@ def test_refused_before_the_first_forward() -> None:
             message = _refusal(handle, chunks)
             missing = [part for part in parts if part not in message]
             assert not missing, f"{names} with {settings}: {message} lacks {missing}"
-            vars(chunks[0].config)["offload_activation"] = False
+            vars(chunks[0].config).update(dict.fromkeys(name for name in offload if name.startswith("offload_")))
             run(chunks, 2)
-
-
-@pytest.mark.parametrize("choice", [{"offload_gpu_budget": "1MiB"}, {"offload_num_layers": 1}], ids=str)
-@on_ranks(Pipeline(2), timeout_s=60)
-def test_a_least_size_of_a_name_that_a_model_without_named_modules_lacks(choice: dict[str, Any]) -> None:
-    offload = {"offload_activation": True, **choice, "offload_min_tensor_bytes": "moe_act=1KiB"}
-    with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
-        chunks = make_chunks(make_config("dense", **offload))
-        message = _refusal(handle, chunks)
-        assert "offload_min_tensor_bytes has moe_act=1,024, but 'moe_act' has no group of its own here" in message
-        vars(chunks[0].config)["offload_min_tensor_bytes"] = "mlp_act=1KiB"
-        run(chunks, 2)
 
 
 def _refusal(handle: Handle, chunks: list[torch.nn.Module]) -> str:

@@ -16,8 +16,9 @@ from megatron.core import parallel_state as ps
 from megatron_patches import Handle, apply
 from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
+from tests.dist.budgets import Skewed, ends, largest, optimizer_of
 from tests.dist.launch import Pipeline, run_ranks
-from tests.dist.tiny import ALL, fingerprint, make_chunks, make_config, run, step
+from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run, step
 
 NUM_STEPS = 8
 SHAPES = {
@@ -26,26 +27,6 @@ SHAPES = {
     "context": Pipeline(context=2),
     "pipeline": Pipeline(2),
 }
-
-
-class Skewed:
-    """A gauge of a device on which all else takes `extra` bytes more."""
-
-    def __init__(self, gauge: Any, extra: int) -> None:
-        self._gauge = gauge
-        self.extra = extra
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gauge, name)
-
-    def peak_bytes(self) -> int:
-        return self._gauge.peak_bytes() + self.extra
-
-    def held_bytes(self) -> int:
-        return self._gauge.held_bytes() + self.extra
-
-    def outside_bytes(self) -> int:
-        return self._gauge.outside_bytes() + self.extra
 
 
 class Job:
@@ -57,13 +38,12 @@ class Job:
         self.is_skewed = is_last_rank() is not (name == "pipeline")  # its first stage has more to move
         self.reference = make_chunks(make_config(**settings))
         self.chunks = make_chunks(make_config(**settings, offload_gpu_budget=str(budget)))
-        self._optimizer = torch.optim.SGD([p for chunk in self.chunks for p in chunk.parameters()], lr=0.0)
+        self._optimizer = optimizer_of(self.chunks)
         self.num_steps = 0
 
     @property
     def view(self) -> Any:
-        assert self._handle.engine is not None and self._handle.engine.budget is not None
-        return self._handle.engine.budget
+        return engine_of(self._handle).budget
 
     def step(self, extra: int = 0, **more: Any) -> dict[str, str]:
         found = fingerprint(self.chunks, run(self.chunks, 2, **more))
@@ -105,14 +85,6 @@ def training(name: str, budget: int = 1 << 30, plan: str | None = None) -> Itera
         yield Job(name, handle, budget)
 
 
-def ends(name: str) -> tuple[int, int]:
-    """What groups take on this rank with everything offloaded, and with nothing moved."""
-    with training(name, 1 << 40) as job:
-        job.steps(6)
-        chosen = job.view.decider.chosen
-        return chosen.floor.held_bytes, chosen.top.held_bytes
-
-
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "data"])  # "context" agrees over the same group
 def test_ranks_with_unequal_room_keep_the_same(name: str) -> None:
     found = on_both(_with_unequal_room, name)
@@ -122,11 +94,16 @@ def test_ranks_with_unequal_room_keep_the_same(name: str) -> None:
         assert found[0] == found[1]
 
 
+def _ends(name: str) -> tuple[int, int]:
+    with training(name, 1 << 40) as job:
+        job.steps(6)
+        return ends(job.view)
+
+
 def _with_unequal_room(name: str) -> tuple[str, list[str]]:
-    floor, top = ends(name)
-    highest = torch.tensor([top])
-    torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
-    budget = 2 * int(highest)
+    floor, top = _ends(name)
+    (highest,) = largest(top)
+    budget = 2 * highest
     with training(name, budget) as job:
         states: list[Any] = []
         expected = step(job.reference, 2)
@@ -145,7 +122,7 @@ def test_a_rank_above_its_budget_keeps_less_at_once_and_all_do_when_a_window_is_
 
 
 def _grow(name: str) -> list[str]:
-    floor, top = ends(name)
+    floor, top = _ends(name)
     budget, found = 2 * top, []
     with mock.patch("offload_engine._budget.controller._WINDOW_STEPS", 10), training(name, budget) as job:
         for number in range(1, 13):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 from offload_engine import OffloadConfig, enable_activation_offloading
-from tests.decoders import SMALL, CountAllGathers, Trace, distribute, make_decoder, train
+from tests.decoders import SMALL, CountAllGathers, SavesDetached, Trace, distribute, make_decoder, train
 from tests.dist.launch import PlainGroup, on_ranks
 from tests.dist.programs import ROOT, run_program
 
@@ -104,20 +104,6 @@ def _run_example(cwd: Path, *flags: str) -> list[str]:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-class SaveDetached(torch.autograd.Function):
-    """A linear layer that saves an alias of its weight which has forgotten that it is one, as custom kernels do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight.detach())
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.T @ x
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,18 +113,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parameters = [self.up.weight, self.up.bias, self.down.weight, self.down.bias]
         self.seen |= {parameter.untyped_storage()._cdata for parameter in parameters}
-        return x + SaveDetached.apply(torch.relu(self.up(x)), self.down.weight)
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return x + SavesDetached.apply(torch.relu(self.up(x)), self.down.weight)
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
@@ -147,11 +122,11 @@ class Blocks(nn.Module):
 def test_gathered_parameters_are_never_offloaded(strategy: str, is_mixed: bool) -> None:
     torch.manual_seed(0)
     low = torch.bfloat16 if is_mixed else None
-    model: Any = Blocks()
-    blocks = list(model.blocks)
+    model: Any = nn.Sequential(*(Block() for _ in range(3)))
+    blocks = list(model)
     if strategy == "fsdp":
         for i, block in enumerate(blocks):
-            model.blocks[i] = FullyShardedDataParallel(
+            model[i] = FullyShardedDataParallel(
                 block, device_id=torch.device("cpu"), mixed_precision=MixedPrecision(param_dtype=low)
             )
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training within a budget of bytes: the same bits, and no more on the device than the budget, in every layout."""
+"""Training within a budget of bytes: the same bits, and no more on the device than the budget, in every layout.
+
+What does not fit is moved, or recomputed where that is shorter, alike on the ranks of a stage.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,79 +19,51 @@ from megatron.core import parallel_state as ps
 from megatron_patches import apply
 from megatron_patches._model.candidates import find_candidates
 from megatron_patches._model.gpu_budget import checked
+from megatron_patches._model.modules import drop_parts
+from megatron_patches._model.recompute_options import RecomputeOptions
+from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._budget.state import State
+from offload_engine.planning.choices import Choices, Slot
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.shapes import ChunkShape, GroupShape
 from offload_engine.sizes import parse_size
+from tests.dist.budgets import Skewed, Trained, ends, largest, optimizer_of, train
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
+from tests.dist.test_recompute_switches import MODELS, _config, _step
 from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
-from tests.dist.training import train
+from tests.dist.training import train as train_distributed
+from tests.lookups import present
 
 NUM_STEPS = 8
 NUM_FREE = 5
 """Steps before the third that goes by a plan, at most: later ones are within the budget."""
 
 
-class Layout(NamedTuple):
-    """Kind of the model, settings, and the numbers of microbatches of some steps, by number."""
-
-    kind: str
-    settings: dict[str, Any]
-    others: dict[int, int] = {}  # noqa: RUF012
-    dtype: torch.dtype = torch.float32
-
-
 @pytest.mark.parametrize(
-    ("layout", "shape"),
+    ("shape", "kind", "dtype", "settings", "numbers"),
     [
-        pytest.param(Layout("dense", {}, {5: 2, 6: 6}), Pipeline(2), id="1F1B, other microbatches"),
-        pytest.param(
-            Layout("moe", {**SHARED, **OVERLAP}, dtype=torch.bfloat16), DEEP, id="interleaved, all-to-all overlap"
-        ),
+        pytest.param(Pipeline(2), "dense", torch.float32, {}, [4, 4, 4, 4, 4, 2, 6, 4], id="1F1B, other microbatches"),
+        pytest.param(DEEP, "moe", torch.bfloat16, {**SHARED, **OVERLAP}, [4] * NUM_STEPS, id="interleaved, overlap"),
     ],
 )
 @on_ranks(timeout_s=240.0)
-def test_steps_are_the_same_and_within_the_budget(layout: Layout, shape: Pipeline) -> None:
-    numbers = [layout.others.get(number, 4) for number in range(NUM_STEPS)]
-    reference = make_chunks(_config(layout))
+def test_steps_are_the_same_and_within_the_budget(
+    shape: Pipeline, kind: str, dtype: torch.dtype, settings: dict[str, Any], numbers: list[int]
+) -> None:
+    reference = make_chunks(make_config(kind, dtype, **settings))
     expected = {number: step(reference, number) for number in set(numbers)}
-    floor, top, peaks = _train(layout, "1TiB", [4] * 6, expected)
-    assert floor == top or peaks[0] < peaks[-1]  # everything leaves until the budget has decided, and nothing after it
-    floor, top = _largest(floor, top)
-    budget = (floor + top) // 2 if floor < top else top
-    _, _, peaks = _train(layout, f"{budget}", numbers, expected)
-    assert max(peaks[NUM_FREE:]) <= budget, (budget, peaks)
 
+    def within(budget: str, numbers: list[int]) -> Trained:
+        offload = {**settings, "offload_gpu_budget": budget}
+        return train(lambda: make_chunks(make_config(kind, dtype, **offload)), numbers, expected)
 
-def _config(layout: Layout, **budget: Any) -> Any:
-    experts = {"expert_model_parallel_size": ps.get_expert_model_parallel_world_size()}
-    settings = {**layout.settings, **(experts if layout.kind != "dense" else {}), **budget}
-    return make_config(layout.kind, layout.dtype, **settings)
-
-
-def _largest(*numbers: int) -> list[int]:
-    tensor = torch.tensor(numbers)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
-
-
-def _train(
-    layout: Layout, budget: str, numbers: list[int], expected: dict[int, dict[str, str]], **files: str
-) -> tuple[int, int, list[int]]:
-    """Train; return what is predicted with everything offloaded and with nothing moved, and the peaks of the steps."""
-    peaks = []
-    with apply(ALL, has_report=False) as handle:
-        chunks = make_chunks(_config(layout, offload_gpu_budget=budget, **files))
-        optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.0)
-        for number in numbers:
-            assert step(chunks, number) == expected[number]
-            optimizer.step()
-            peaks.append(stats_of(handle).peak_resident_bytes)
-            if len(peaks) % 3 == 1:
-                run(chunks, number, forward_only=True)
-        view: Any = engine_of(handle).budget
-        assert view.state in (State.HOLD, State.VERIFY)
-        chosen = view.decider.chosen
-        return (0, 0, peaks) if chosen is None else (chosen.floor.held_bytes, chosen.top.held_bytes, peaks)
+    whole = within("1TiB", [4] * 6)
+    floor, top = ends(whole.view)
+    assert floor == top or whole.peaks[0] < whole.peaks[-1]  # everything leaves until it has decided, and nothing then
+    budget = sum(largest(floor, top)) // 2
+    found = within(f"{budget}", numbers)
+    assert max(found.peaks[NUM_FREE:]) <= budget and found.view.state in (State.HOLD, State.VERIFY), found
 
 
 @on_ranks(world_size=2, timeout_s=240.0)
@@ -96,12 +74,12 @@ def test_the_distributed_optimizer() -> None:
         def counted(chunks: list[Any]) -> tuple[dict[str, str], int]:
             return step(chunks, 4), 0 if handle.stats is None else handle.stats.peak_resident_bytes
 
-        return train(config, make_chunks(config), counted, NUM_STEPS)
+        return train_distributed(config, make_chunks(config), counted, NUM_STEPS)
 
     with apply(ALL, has_report=False) as handle:
         expected, kept = steps(), steps(offload_gpu_budget="1TiB")
         floor, top = kept[0][1], kept[-1][1]
-        budget = sum(_largest(floor, top)) // 2
+        budget = sum(largest(floor, top)) // 2
         within = steps(offload_gpu_budget=f"{budget}")
     assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
     assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
@@ -113,14 +91,14 @@ def test_two_models_in_a_process() -> None:
     expected = {kind: step(make_chunks(make_config(kind)), 4) for kind in kinds}
     with apply(ALL, has_report=False) as handle:
         models = {kind: make_chunks(make_config(kind, offload_gpu_budget=size)) for kind, size in kinds.items()}
-        weights = [p for chunks in models.values() for chunk in chunks for p in chunk.parameters()]
-        optimizer = torch.optim.SGD(weights, lr=0.0)
+        optimizer = optimizer_of(*models.values())
         for _ in range(NUM_STEPS):
             for kind, chunks in models.items():
                 assert step(chunks, 4) == expected[kind], kind
             optimizer.step()
-        view: Any = engine_of(handle).budget
-        assert view.state is State.HOLD and stats_of(handle).peak_resident_bytes <= 250 << 10
+        assert (
+            present(engine_of(handle).budget).state is State.HOLD and stats_of(handle).peak_resident_bytes <= 250 << 10
+        )
 
 
 def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
@@ -130,15 +108,20 @@ def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
 
 
 def _check_plan(folder: str) -> None:
-    layout, numbers = Layout("mixed", {}), [4] * 6
-    files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
     expected = {4: step(make_chunks(make_config("mixed")), 4)}
-    (budget,) = _largest(_train(layout, "1TiB", numbers, expected)[2][-1])
-    first, again = (_train(layout, f"{budget}", [4] * n, expected, **files)[2] for n in (6, 2))
+
+    def peaks(budget: str, num_steps: int, **files: str) -> list[int]:
+        return train(
+            lambda: make_chunks(make_config("mixed", offload_gpu_budget=budget, **files)), [4] * num_steps, expected
+        ).peaks
+
+    files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
+    (budget,) = largest(peaks("1TiB", 6)[-1])
+    first, again = (peaks(f"{budget}", num_steps, **files) for num_steps in (6, 2))
     assert first[0] < first[-1] and again[0] > first[0]  # nothing had to be measured
     assert max(again) <= budget
     with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
-        _train(layout, f"{budget}", numbers, expected, offload_plan=f"{folder}/nowhere/plan.json")
+        peaks(f"{budget}", 1, offload_plan=f"{folder}/nowhere/plan.json")
 
 
 @on_ranks()
@@ -193,3 +176,151 @@ def test_a_budget_on_a_gpu(budget: str, nbytes: int | None, message: str) -> Non
     else:
         with pytest.raises(ValueError, match=message):
             checked(parse_size(budget), 80 << 30, 5 << 30)
+
+
+# -- recomputation -----------------------------------------------------------------------------------------------------
+
+NUM_RECOMPUTING = 10
+NUM_MICROBATCHES = 2
+DECIDE = "offload_engine._budget.decide"
+
+
+@contextmanager
+def where_the_link_is_behind() -> Iterator[None]:
+    """All but copies takes no time: times of tiny models are left to chance."""
+    with mock.patch(f"{DECIDE}.measure_link", return_value=Link(1e-6, 1e-6)):
+        with mock.patch(f"{DECIDE}.agreed_numbers", return_value=[2e6, 0.0]):
+            yield
+
+
+def _recomputing(model: str, **more: Any) -> list[Any]:
+    kind, settings, _ = MODELS[model]
+    size = ps.get_tensor_model_parallel_world_size()
+    return make_chunks(_config(kind, {**settings, "tensor_model_parallel_size": size, **more}))
+
+
+def _train(model: str, budget: str, expected: dict[str, str], num_steps: int = NUM_RECOMPUTING, **more: Any) -> Trained:
+    return train(
+        lambda: _recomputing(model, offload_gpu_budget=budget, **more),
+        [NUM_MICROBATCHES] * num_steps,
+        {NUM_MICROBATCHES: expected},
+        _step,
+    )
+
+
+def _half_way(model: str, expected: dict[str, str]) -> int:
+    """From everything offloaded to nothing moved, on the rank that takes the most."""
+    whole = _train(model, "1TiB", expected, num_steps=6)
+    assert whole.view.summary.recomputed_bytes == 0
+    return sum(largest(*ends(whole.view))) // 2
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [("dense", Pipeline(2)), ("spread", Pipeline(tensor=2)), ("experts", Pipeline(2, 2, 2))],
+    ids=str,
+)
+def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: Pipeline) -> None:
+    chosen = run_ranks(_check_steps, model, pipeline=shape, timeout_s=240.0)
+    assert any(recomputed for _, recomputed in chosen)
+    of_stages = dict(chosen)
+    assert all(recomputed == of_stages[stage] for stage, recomputed in chosen)
+
+
+def _check_steps(model: str) -> tuple[int, list[Slot]]:
+    expected = _step(_recomputing(model), NUM_MICROBATCHES)
+    budget = _half_way(model, expected)
+    with where_the_link_is_behind():
+        peaks, view = _train(model, f"{budget}", expected)
+    recomputed = view.decider.chosen.best.decision.choices.recomputed
+    assert max(peaks[-3:]) <= budget and bool(view.summary.recomputed_bytes) == bool(recomputed)
+    assert sum(view.decider.chosen.best.recomputed_bytes.values()) == view.summary.recomputed_bytes
+    return ps.get_pipeline_model_parallel_rank(), sorted(recomputed)
+
+
+@on_ranks()
+def test_a_plan_that_recomputes_is_given_back_unless_that_is_forbidden(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    expected = _step(_recomputing("dense"), NUM_MICROBATCHES)
+    budget = _half_way("dense", expected)
+    with where_the_link_is_behind():
+        peaks = _train("dense", f"{budget}", expected, offload_plan=file).peaks
+        forbidden = _train("dense", f"{budget}", expected, offload_recompute="off").view
+    assert not forbidden.decider.chosen.best.decision.choices.recomputed
+    again, view = _train("dense", f"{budget}", expected, num_steps=3, offload_plan=file)
+    assert view.decider.chosen is None  # nothing was measured
+    assert view.decider.saved.allowance.choices.recomputed
+    assert again[-1] == peaks[-1]
+    with pytest.raises(ValueError, match=r"^--offload-plan \S+ recomputes, which --offload-recompute off forbids"):
+        _train("dense", f"{budget}", expected, offload_plan=file, offload_recompute="off")
+
+
+def test_a_rank_above_its_budget_changes_nothing_that_others_recompute_too() -> None:
+    before, after = zip(*run_ranks(_check_excess, pipeline=Pipeline(tensor=2), timeout_s=240.0), strict=True)
+    assert before[0] == before[1] == after[0] == after[1] and before[0]
+
+
+def _check_excess() -> list[list[Slot]]:
+    expected, found = _step(_recomputing("dense"), NUM_MICROBATCHES), []
+    budget = _half_way("dense", expected)
+    with where_the_link_is_behind(), apply(ALL) as handle:
+        chunks = _recomputing("dense", offload_gpu_budget=f"{budget}")
+        optimizer = optimizer_of(chunks)
+        for number in range(NUM_RECOMPUTING + 2):
+            assert _step(chunks, NUM_MICROBATCHES) == expected
+            optimizer.step()
+            view: Any = engine_of(handle).budget
+            if number == NUM_RECOMPUTING - 1:
+                view._last.gauge = Skewed(view._last.gauge, budget // 4 if torch.distributed.get_rank() else 0)
+            if number >= NUM_RECOMPUTING - 1:
+                found.append(sorted(view.decider.chosen.best.decision.choices.recomputed))
+    return [found[0], found[-1]]
+
+
+@on_ranks()
+def test_which_recomputation_is_offered() -> None:
+    found = _offered("experts")
+    assert {"mlp", "moe", "core_attn"} <= found.keys(), found
+    assert _offered("experts", is_evaluated=True) == found
+    unknown: list[dict[str, Any]] = [{"fp8": "e4m3"}, {"cuda_graph_impl": "local"}]
+    for settings in unknown:
+        assert not _offered("dense", **settings)
+    chunks = _recomputing("dense", **selective("mlp"))
+    options = RecomputeOptions(chunks, ["layer_input", "qkv_linear", "core_attn", "mlp_norm"])
+    layer = chunks[0].decoder.layers[0]
+    options.apply(Choices())
+    assert layer.recompute_mlp  # as the model was built
+    options.apply(Choices(recomputed=frozenset({Slot(0, 0, "core_attn", 0)})))
+    assert layer.self_attention.checkpoint_core_attention
+    with pytest.raises(ValueError, match="the plan recomputes .*name='mlp_act'.*, which this model cannot switch"):
+        options.apply(Choices(recomputed=frozenset({Slot(0, 0, "mlp_act", 0)})))
+    options.restore()
+    assert layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
+
+
+def _offered(model: str, *, is_evaluated: bool = False, **attributes: Any) -> dict[str, int]:
+    """Return what is offered, and the bytes it frees, in a model where each group has the same bytes and time.
+
+    Args:
+        model: in `MODELS`.
+        is_evaluated: a microbatch without gradients is the last one before.
+        attributes: of its configuration, set behind its making.
+    """
+    chunks = _recomputing(model)
+    config: Any = chunks[0].config
+    for name, value in attributes.items():
+        setattr(config, name, value)
+    names = drop_parts(find_candidates(config, chunks)[0])[0]
+    options = RecomputeOptions(chunks, names)
+    config.fp8 = None
+    run(chunks, 1)
+    if is_evaluated:
+        run(chunks, 1, forward_only=True)
+    groups = [GroupShape(name, layer=layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in names]
+    return {option.name: option.freed_bytes for option in options.find((ChunkShape(tuple(groups)),))}
+
+
+def test_an_engine_without_other_ranks_recomputes_nothing() -> None:
+    engine = OffloadEngine(OffloadConfig(gpu_budget=1 << 30))
+    assert engine.budget is not None and engine.budget.decider.find_options(()) == ()
+    engine.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_patches`: a script that knows nothing of the patches runs with them, and ends without them."""
+"""`python -m megatron_patches`: a script that knows nothing of it runs with the patches; `--check` of megatron-core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from megatron.core.pipeline_parallel import schedules
+from packaging.version import Version
 
+from megatron_patches._arguments import Settings
+from megatron_patches._check import KNOWN_TARGETS, State, accept, check_rows, read_known
+from megatron_patches._handle import patch_rows
+from megatron_patches._rows.registry import Patch
+from megatron_patches._runtime import ModelRuntime
+from megatron_patches._versions import installed_version
+from offload_engine import OffloadConfig
 from tests.dist.launch import RankFailed, run_ranks
 from tests.dist.tiny import messages
 
@@ -43,7 +52,9 @@ OFFLOAD = ["--offload-activation", "--offload-min-tensor-bytes", "1"]
 
 
 def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
-    *seen, hooked = _launch(tmp_path, "--offload-activation", "--offload-modules", "core_attention", "mlp_act")
+    names = ["--offload-modules", "core_attention", "mlp_act"]
+    *seen, hooked = _launch(tmp_path, *OFFLOAD, *names, "--offload-trace", str(tmp_path / "step{step}.json"))
+    assert (tmp_path / "step1.json").exists()
     assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path)]
     # Of what a layer is made of: core attention, and the ends of the stretch of the activation, which are those of the
     # first projection and of its MLP; and what passes the engine by.
@@ -54,20 +65,10 @@ def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     assert Counter(filter(None, parts)) == dict.fromkeys((*wanted, *unshared), num_layers)
 
 
-def test_its_flags_reach_every_model(tmp_path: Path) -> None:
-    trace = str(tmp_path / "step{step}.json")
-    _launch(tmp_path, *OFFLOAD, "--offload-trace", trace)
-    assert (tmp_path / "step1.json").exists()
-
-
 def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:
     recipe = 'fine_grained_activation_offloading=True, offload_modules=["core_attn"], min_offloaded_tensor_size=1'
     hooked = _launch(tmp_path, "--offload-engine", config=recipe)[-1]
     assert sum(name.endswith("core_attention") for name in hooked) == 4
-
-
-def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:
-    assert _launch(tmp_path)[-1] == []
 
 
 @pytest.mark.parametrize(
@@ -122,18 +123,18 @@ def _end(argv: list[str]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("removal", ["works", "fails"])
-def test_an_error_of_the_script_is_not_hidden(removal: str, tmp_path: Path) -> None:
-    run_ranks(_check_error, removal, [*OFFLOAD, *_write(tmp_path), "fail"], pipeline=None)
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_an_error_of_the_script_is_not_hidden(is_removed: bool, tmp_path: Path) -> None:
+    run_ranks(_check_error, is_removed, [*OFFLOAD, *_write(tmp_path), "fail"], pipeline=None)
 
 
-def _check_error(removal: str, argv: list[str]) -> None:
+def _check_error(is_removed: bool, argv: list[str]) -> None:
     from megatron_patches._runtime import ModelRuntime
 
     failure = mock.patch.object(ModelRuntime, "close", side_effect=RuntimeError("of the removal"))
-    with failure if removal == "fails" else nullcontext(), pytest.raises(ZeroDivisionError, match="of the script"):
+    with nullcontext() if is_removed else failure, pytest.raises(ZeroDivisionError, match="of the script"):
         _main(argv)
-    if removal == "works":
+    if is_removed:
         _check_unpatched()
 
 
@@ -170,3 +171,74 @@ def _main(argv: list[str]) -> None:
 
 def _divide(by: int) -> float:
     return 1 / by
+
+
+# -- `--check`: the rows fit the installed megatron-core ---------------------------------------------------------------
+
+SCHEDULE = "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining"
+
+
+def rows() -> list[Patch]:
+    return patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
+
+
+def state_of(target: str, known: Any = None) -> State:
+    findings = check_rows(rows(), installed_version(), known or read_known())
+    [found] = [each for each in findings if each.row.target == target]
+    return found.state
+
+
+def test_every_row_was_read_against_the_installed_version() -> None:
+    findings = check_rows(rows(), installed_version(), read_known())
+    assert {each.state for each in findings} <= {State.HOLDS, State.NOT_NEEDED}
+    assert {each.row.target for each in findings if not each.row.is_new} <= set(read_known())
+
+
+def test_what_would_break_is_named_and_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_patches.__main__ import main
+
+    def another(*, model: Any, num_microbatches: int) -> None: ...
+
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", another)
+    assert state_of(SCHEDULE) is State.OTHER_ARGUMENTS
+    with pytest.raises(SystemExit) as ended:
+        main(["--check"])
+    first, detail, why, *_, last = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and first.split() == ["may", "break:", "other", "arguments", SCHEDULE]
+    assert "is now (model, num_microbatches)" in detail and "the order of the chunks" in why
+    assert last.endswith(f"1 of {len(rows())} rows break or may break")
+    monkeypatch.delattr(schedules, "forward_backward_no_pipelining")
+    assert state_of(SCHEDULE) is State.MISSING
+
+
+def test_other_code_with_the_same_arguments_is_to_be_read() -> None:
+    known = {
+        target: {f"0.{i}": [code[0], "other"] for i, code in enumerate(codes.values())}
+        for target, codes in read_known().items()
+    }
+    assert state_of(SCHEDULE, known=known) is State.CHANGED
+
+
+def test_accepted_code_is_kept_by_release(tmp_path: Path) -> None:
+    """In a clone the version has the commit, of whatever repository the working directory is in."""
+    accept(rows(), f"{Version(installed_version()).public}+0123abc", tmp_path / "known.json")
+    versions = {version for codes in read_known(tmp_path / "known.json").values() for version in codes}
+    assert versions == {Version(installed_version()).public}
+    assert not any("+" in version for codes in read_known().values() for version in codes)
+
+
+def test_what_is_missing_cannot_be_accepted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_patches.__main__ import main
+
+    before = KNOWN_TARGETS.read_text()
+    monkeypatch.delattr(schedules, "forward_backward_no_pipelining")
+    with pytest.raises(SystemExit) as ended:
+        main(["--check", "accept"])
+    out, error = capsys.readouterr()
+    assert ended.value.code == 1 and not out and error.count("\n") == 1
+    assert f"--check accept: {SCHEDULE} is missing" in error and "fix that row" in error
+    assert KNOWN_TARGETS.read_text() == before

@@ -54,13 +54,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    num_householder: int,
-    **_: Any,
+    q: Any, k: Any, v: Any, g: torch.Tensor, beta: torch.Tensor, num_householder: int, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """Mix the sequence with the shapes of FLA's kernel, and save what it saves."""
     each = (*q.shape[:2], num_householder, q.shape[2], -1)  # batch, sequence, reflection, head
@@ -121,13 +115,6 @@ def test_mixers(names: list[str], recomputed: list[str]) -> None:
         assert stats.copied_out_bytes == NUM_MICROBATCHES * len(names) * INPUT
     else:
         assert stats.copied_out_bytes > NUM_MICROBATCHES * PROJECTED
-
-
-@on_ranks()
-def test_what_is_recomputed_moves_less() -> None:
-    plain, recomputed = (_run(["gdp_qkv"], modules) for modules in ([], ["gdp_qkv"]))
-    assert recomputed.copied_out_bytes < plain.copied_out_bytes
-    assert recomputed.prefetch_misses == 0  # its input is back before the recomputation asks for it
 
 
 def _run(names: list[str], recomputed: list[str]) -> IterationStats:

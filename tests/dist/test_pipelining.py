@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from offload_engine.frontends.integrations.pipelining import offload_schedule, read_actions, stages_of
 from offload_engine.schedule import Action, ChunkKey, parse_actions, validate_actions
-from tests.dist.launch import on_ranks, run_ranks
+from tests.checkpointed import all_equal
+from tests.dist.launch import on_ranks
 from tests.dist.tiny import ALL
+from tests.lookups import present
 
 RANKS, WIDTH, SAMPLES = 2, 32, 8  # SAMPLES in each microbatch
 BLOCK_BYTES = SAMPLES * WIDTH * 4 * 6  # about what one block saves
@@ -60,8 +62,7 @@ def test_each_schedule(name: str) -> None:
             got = _train(schedule)
         assert "Links and waits" in offload.report()
         assert offload.stats.copied_out_bytes > 0 and offload.stats.num_storages_left == 0
-        assert len(expected.grads) == sum(len(list(stage.submod.parameters())) for stage in stages_of(schedule))
-        _check_equal(expected, got)
+        assert all_equal(expected, got)
 
     peaks = []
     for is_dry in (True, False):
@@ -92,10 +93,14 @@ def test_a_split_backward_of_the_first_stage_begins_with_the_weights() -> None:
     assert ran == read_actions(schedule) == parse_actions("F0.0 F0.1 B0.1 B0.0")
 
 
+@on_ranks(world_size=RANKS)
 def test_inputs_of_stages_stay() -> None:
     """The first stage's as well, which need no gradient: so both of two equal stages have the same to move."""
-    first, second = run_ranks(_managed_bytes, world_size=RANKS)
-    assert first == second > 0
+    with _offloaded("ScheduleGPipe", 4) as (schedule, offload):
+        _call(schedule, schedule.step, 0)
+    managed: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(managed, offload.stats.managed_bytes)
+    assert managed[0] == managed[1] > 0
 
 
 @on_ranks(world_size=1)
@@ -123,7 +128,7 @@ def test_a_step_that_raises_leaves_nothing_behind() -> None:
         assert len(graphs) == 2 and not offload._session.engine.has_saved
         module.zero_grad()
         got = _train(schedule)
-    _check_equal(expected, got)
+    assert all_equal(expected, got)
 
 
 @on_ranks(world_size=RANKS)
@@ -177,15 +182,10 @@ def _make(name: str, num_microbatches: int) -> Any:
     )
 
 
-def _batch(step: int, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    shape = (num_microbatches * SAMPLES, WIDTH)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
-
-
 def _call(schedule: Any, run: Callable[..., Any], step: int) -> list[torch.Tensor]:
     """Run one step, or evaluation; return the losses, on the ranks that have them."""
-    samples, target = _batch(step, schedule._n_microbatches)
+    generator = torch.Generator().manual_seed(step)
+    samples, target = torch.randn(2, schedule._n_microbatches * SAMPLES, WIDTH, generator=generator)
     stages = stages_of(schedule)
     losses: list[torch.Tensor] = []
     args = (samples,) if any(stage.is_first for stage in stages) else ()
@@ -201,29 +201,13 @@ def _evaluate(schedule: Any, step: int) -> list[torch.Tensor]:
     return [] if type(schedule).__name__ in V_SHAPED else _call(schedule, schedule.eval, step)
 
 
-class Trained(NamedTuple):
-    losses: list[torch.Tensor]
-    grads: list[torch.Tensor]
-
-
-def _check_equal(expected: Trained, got: Trained) -> None:
-    for one, other in zip(expected, got, strict=True):
-        assert len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def _train(schedule: Any, num_steps: int = 2) -> Trained:
+def _train(schedule: Any) -> list[torch.Tensor]:
+    """Return losses and gradients, which add up over two steps."""
     losses = []
-    for step in range(num_steps):  # gradients add up over the steps
+    for step in range(2):
         losses += _call(schedule, schedule.step, step)
         losses += _evaluate(schedule, 100 + step)  # behind it: torch 2.11 cannot train once it has evaluated first
-    grads = [p.grad for stage in stages_of(schedule) for p in stage.submod.parameters()]
-    return Trained(losses, [grad.clone() for grad in grads if grad is not None])
-
-
-def _managed_bytes() -> int:
-    with _offloaded("ScheduleGPipe", 4) as (schedule, offload):
-        _call(schedule, schedule.step, 0)
-    return offload.stats.managed_bytes
+    return [*losses, *(present(p.grad).clone() for stage in stages_of(schedule) for p in stage.submod.parameters())]
 
 
 def _record(stage: Any, ran: list[Action]) -> None:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import socket
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.dist.programs import EXAMPLES, Run, run_program, train
+from tests.dist.launch import Variables, run_ranks
+from tests.dist.programs import EXAMPLES, TRAINER, Printed, Run, as_run, run_here, run_program, train
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
@@ -43,16 +46,6 @@ def run(directory: Path, flags: str = "", *, num_ranks: int = 1) -> Run:
     result = train(directory, *MODEL, *flags.split(), num_ranks=num_ranks)
     assert result.status == 0, result.output
     return result
-
-
-def fail(directory: Path, flags: str) -> str:
-    """Run a trainer that must end with one line of explanation, before its first step."""
-    result = train(directory, *MODEL, *flags.split())
-    assert result.status != 0
-    assert result.steps == []
-    assert "Traceback" not in result.output, result.output
-    assert "error:" in result.output, result.output
-    return result.output
 
 
 @pytest.mark.parametrize(
@@ -108,21 +101,6 @@ def test_the_record_of_a_plan(directory: Path) -> None:
     assert last["offload"]["copied_out_bytes"] == 0
 
 
-def test_the_record_and_the_timeline_of_a_step(directory: Path) -> None:
-    path = directory / "timeline.json"
-    result = run(directory, f"{PP2} --timeline-json {path} --timeline-step 3", num_ranks=2)
-    timeline, step = json.loads(path.read_text()), result.steps[-1]
-    assert [step["step"] for step in result.steps] == [1, 2, 3] and timeline["step"] == 3
-    assert [figures["rank"] for figures in step["ranks"]] == [0, 1]
-    for rank, figures in zip(timeline["ranks"], step["ranks"], strict=True):
-        assert figures["rss_peak_bytes"] > 0
-        assert max(nbytes for _, nbytes in rank["timeline"]) == figures["offload"]["peak_resident_saved_bytes"] > 0
-        assert rank["timeline"][-1][1] == 0
-        kinds = [kind for kind, _, _ in rank["spans"]]
-        assert kinds.count("F") == kinds.count("B") == 4  # microbatches
-        assert all(0 < begin < end < 60 for _, begin, end in rank["spans"])
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -140,26 +118,25 @@ def test_a_resumed_run_repeats_every_bit(directory: Path, num_ranks: int, flags:
     assert [step["step"] for step in rest.steps] == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--data-path nowhere/text", "nowhere/text.bin does not exist"),
-        ("--pipeline-model-parallel-size 2", "1 processes: world_size (1) is not divisible by 2"),
-        ("--global-batch-size 3 --micro-batch-size 2", "batch size (3) is not divisible by micro batch size (2)"),
-        ("--load nowhere", "there is no checkpoint in nowhere"),
-        (
-            "--offload-dir . --offload-resident-bytes 0",
-            "--offload-resident-bytes, --offload-dir without --offload-activation",
-        ),
-    ],
-)
-def test_mistakes_end_the_run_before_its_first_step(directory: Path, flags: str, message: str) -> None:
-    assert message in fail(directory, flags)
+MISTAKES = {
+    "--data-path nowhere/text": "nowhere/text.bin does not exist",
+    "--pipeline-model-parallel-size 2": "1 processes: world_size (1) is not divisible by 2",
+    "--load nowhere": "there is no checkpoint in nowhere",
+    "--num-layers 2 --load {saved}": "num_layers 4 (now 2)",
+    "--offload-dir . --offload-resident-bytes 0": (
+        "--offload-resident-bytes, --offload-dir without --offload-activation"
+    ),
+}
 
 
-def test_a_checkpoint_of_another_shape_is_refused(directory: Path) -> None:
-    run(directory, f"--train-iters 1 --save {directory / 'saved'}")
-    assert "num_layers 4 (now 2)" in fail(directory, f"--num-layers 2 --load {directory / 'saved'}")
+def test_mistakes_end_the_run_before_its_first_step(directory: Path) -> None:
+    """With one line of explanation."""
+    saved = directory / "saved"
+    run(directory, f"--train-iters 1 --save {saved}")
+    for flags, message in MISTAKES.items():
+        result = train(directory, *MODEL, *flags.format(saved=saved).split())
+        assert result.status != 0 and result.steps == [] and "Traceback" not in result.output, result.output
+        assert "error:" in result.output and message in result.output, result.output
 
 
 def test_without_flags_it_learns_the_built_in_text(directory: Path) -> None:
@@ -178,3 +155,90 @@ def test_no_more_flags_than_the_switch(directory: Path) -> None:
     assert result.status == 0, result.output
     assert "--disable-bias-linear is implied" in result.output
     assert re.search(r"step 2, offload of all ranks: moved \d+ MiB, \d+% of the .* compute waited", result.output)
+
+
+# -- two nodes: two agents of torchrun with addresses of their own, against the same ranks on one node -----------------
+
+NUM_NODES, PER_NODE = 2, 2
+# Pipelines and gradients go from node to node, tokens to experts of the same node.
+FLAGS = (
+    *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    *("--expert-model-parallel-size", "2", "--num-experts", "4", "--use-distributed-optimizer", "--bf16"),
+    *("--hidden-size", "64", "--seq-length", "64", "--train-iters", "3"),
+)
+OFFLOAD_ON_NODES = (
+    "--offload-activation",
+    "--offload-modules",
+    "core_attn",
+    "moe_act",
+    "--offload-min-tensor-bytes",
+    "1",
+)
+
+
+Program = tuple[str, tuple[str, ...], Path, dict[str, str]]
+"""Of `run_here`."""
+
+
+class Ended(NamedTuple):
+    """What a rank printed, where it was, and what of the node's memory was its own."""
+
+    printed: Printed
+    variables: list[str]
+    address: str
+    num_sharing: int
+
+
+def train_on_nodes(directory: Path, *flags: str) -> tuple[Run, list[Ended]]:
+    """Run the trainer under an agent for each node; the run must succeed."""
+    metrics = directory / "metrics.json"
+    job: Program = (str(TRAINER), ("--metrics-json", str(metrics), *flags), directory, {})
+    agents = run_ranks(_agent, job, world_size=NUM_NODES, pipeline=Variables({}), timeout_s=240.0, has_children=True)
+    ranks = [ended for agent in agents for _, ended in sorted(agent.items())]
+    run = as_run(metrics, [rank.printed for rank in ranks])
+    assert run.status == 0, run.output
+    return run, ranks
+
+
+def _agent(job: Program) -> dict[int, Ended]:
+    """Do what `python -m torch.distributed.run` does on a node, but for the start of the interpreters."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    node = int(os.environ["RANK"])
+    config = LaunchConfig(
+        min_nodes=NUM_NODES,
+        max_nodes=NUM_NODES,
+        nproc_per_node=PER_NODE,
+        run_id="two-nodes",
+        # The agents meet at a file, so that no port has to be free; the ranks take one of the first agent's choice.
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(job[2] / "rendezvous"),
+        rdzv_configs={"store_type": "file"},
+        local_addr=f"127.0.0.{node + 1}",
+        start_method="fork",
+        max_restarts=0,
+    )
+    found: dict[int, Ended] = elastic_launch(config, _rank)(f"node{node}", job)
+    return found
+
+
+def _rank(node: str, job: Program) -> Ended:
+    from offload_engine._devices.node_share import num_processes_of_node
+
+    socket.gethostname = lambda: node
+    variables = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")]
+    return Ended(run_here(*job), variables, os.environ["MASTER_ADDR"], num_processes_of_node())
+
+
+def test_two_nodes_train_as_one_to_the_last_bit(tmp_path: Path) -> None:
+    one_node = train(tmp_path, *FLAGS, num_ranks=NUM_NODES * PER_NODE, has_data=False)
+    assert one_node.status == 0, one_node.output
+    two_nodes, ranks = train_on_nodes(tmp_path, *FLAGS, *OFFLOAD_ON_NODES)
+    assert two_nodes.curve == one_node.curve
+    assert "│ 2-3 " in two_nodes.output and "had no record" not in two_nodes.output, "tables of both nodes"
+    for step in two_nodes.steps:
+        assert all(rank["offload"]["copied_in_bytes"] > 0 for rank in step["ranks"])
+    places = [[str(rank), str(rank % PER_NODE), str(rank // PER_NODE)] for rank in range(NUM_NODES * PER_NODE)]
+    assert [rank.variables for rank in ranks] == places
+    assert {rank.address for rank in ranks} == {"127.0.0.1"}, "that of the first node"
+    assert {rank.num_sharing for rank in ranks} == {PER_NODE}, "what a node's processes share, not what all do"

@@ -23,8 +23,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_patches import Handle
 from megatron_patches._rows.runtime import unwrap
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine
-from tests.dist.delayed_wgrad import delay_weight_gradients
-from tests.dist.models import make_model
+from tests.dist.models import delay_weight_gradients, make_model
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 NUM_LAYERS = 4
@@ -113,11 +112,12 @@ def run(
     *,
     forward_only: bool = False,
     schedule: Callable[..., Any] | None = None,
+    make_batches: Callable[[int], Iterator[torch.Tensor]] | None = None,
     **more: Any,
 ) -> list[float]:
     """Run one step of `schedule`, else of that which the parallel state asks for; return this rank's losses."""
     has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None
-    batches = [_batches(num_microbatches) for _ in chunks]
+    batches = [(make_batches or _batches)(num_microbatches) for _ in chunks]
     for chunk in chunks:
         chunk.train(not forward_only)
         getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
@@ -127,10 +127,8 @@ def run(
             data_iterator=batches if has_stages else batches[0],
             model=chunks if has_stages else chunks[0],
             num_microbatches=num_microbatches,
-            seq_length=SEQUENCE,
-            micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,
-            **more,
+            **{"seq_length": SEQUENCE, "micro_batch_size": MICRO_BATCH, **more},
         )
     return [entry["loss"].item() for entry in out]
 
@@ -186,7 +184,7 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any, return_schedule_pl
     forward = model.build_schedule_plan if return_schedule_plan else model
     batch = of_this_rank(tokens=tokens, positions=positions, attention_mask=mask, labels=tokens.roll(-1, dims=1))
     output = forward(batch["tokens"], batch["positions"], batch["attention_mask"], labels=batch["labels"])
-    return output, partial(_loss)
+    return output, partial(mean_loss)
 
 
 def of_this_rank(**batch: torch.Tensor | None) -> dict[str, Any]:
@@ -196,7 +194,8 @@ def of_this_rank(**batch: torch.Tensor | None) -> dict[str, Any]:
     return get_batch_on_this_cp_rank(batch, cp_group=ps.get_context_parallel_group(), **options)
 
 
-def _loss(output: torch.Tensor) -> Any:
+def mean_loss(output: torch.Tensor) -> Any:
+    """Return the loss as the schedules want it."""
     loss = output.float().mean()
     return loss, {"loss": loss.detach()}
 
@@ -205,6 +204,12 @@ def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(7 + num_microbatches)
     for _ in range(num_microbatches):
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
+
+
+def check_bits(expected: dict[str, str], got: dict[str, str], *where: object) -> None:
+    """Compare two fingerprints; fail with the names of what differs."""
+    wrong = [key for key in expected if got[key] != expected[key]]
+    assert not wrong, f"differs from the step without offload: {where}, {wrong[:5]}"
 
 
 def _digest(grad: torch.Tensor | None) -> str:

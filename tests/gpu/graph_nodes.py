@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import ctypes
-import gzip
-import json
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tests.graph_order import check
+from tests.graph_order import Edge, Node
 
 TYPES = {0: "kernel", 1: "memcpy", 2: "memset", 3: "host", 4: "graph", 5: "empty", 6: "wait", 7: "record"}
 _HANDLE = ctypes.c_void_p
@@ -21,32 +18,20 @@ _LARGEST_PARAMETER = 1 << 16
 _LOWEST_ADDRESS = 1 << 32
 
 
-def describe(graph: int, dump: str | None) -> dict[str, Any]:
-    """Return the number of nodes by type and of edges, and what a check of their order has found.
+def nodes_and_edges(graph: int) -> tuple[list[Node], list[Edge]]:
+    """Return what `check` takes; each pointer among the parameters of a kernel is a use of that address.
 
     Args:
         graph: a `cudaGraph_t`.
-        dump: where to write nodes and edges, as gzipped JSON; None: nowhere. Then kernels are read as well: each
-            pointer among their parameters is a use of that address.
     """
     runtime, driver = _runtime(), ctypes.CDLL("libcuda.so.1")
     handles = _nodes(runtime, graph)
     edges = _edges(runtime, graph, {handle: i for i, handle in enumerate(handles)})
-    spans = [(segment["address"], segment["address"] + segment["nbytes"]) for segment in _segments()]
-    nodes = [_node(runtime, driver, handle, spans if dump is not None else []) for handle in handles]
+    spans = [(s["address"], s["address"] + s["total_size"]) for s in torch.cuda.memory_snapshot()]
+    nodes = [_node(runtime, driver, handle, spans) for handle in handles]
     for node in nodes:
         _place(node, spans)
-    if dump is not None:
-        with gzip.open(dump, "wt") as file:
-            json.dump({"nodes": nodes, "edges": edges, "segments": _segments()}, file)
-    return {
-        "types": Counter(node["type"] for node in nodes),
-        "num_edges": len(edges),
-        "memcpy_bytes": Counter(
-            {kind: sum(n["nbytes"] for n in nodes if n.get("kind") == kind) for kind in ("out", "in")}
-        ),
-        **check(nodes, edges).summary(),
-    }
+    return nodes, edges
 
 
 def _runtime() -> Any:
@@ -69,7 +54,7 @@ def _nodes(runtime: Any, graph: int) -> list[int]:
     return [handle or 0 for handle in found]
 
 
-def _edges(runtime: Any, graph: int, index: dict[int, int]) -> list[tuple[int, int]]:
+def _edges(runtime: Any, graph: int, index: dict[int, int]) -> list[Edge]:
     count = ctypes.c_size_t()
     _check(runtime.cudaGraphGetEdges(_HANDLE(graph), None, None, None, ctypes.byref(count)), "cudaGraphGetEdges")
     sources, targets = (_HANDLE * count.value)(), (_HANDLE * count.value)()
@@ -79,7 +64,7 @@ def _edges(runtime: Any, graph: int, index: dict[int, int]) -> list[tuple[int, i
     return [(index[source], index[target]) for source, target in zip(sources, targets, strict=True)]
 
 
-def _place(node: dict[str, Any], spans: list[tuple[int, int]]) -> None:
+def _place(node: Node, spans: list[tuple[int, int]]) -> None:
     """Tell of a copy which side is on the device, whatever kind CUDA says it is of."""
     if node["type"] != "memcpy":
         return
@@ -95,7 +80,7 @@ def _is_in(spans: list[tuple[int, int]], address: int) -> bool:
     return any(begin <= address < end for begin, end in spans)
 
 
-def _node(runtime: Any, driver: Any, handle: int, spans: list[tuple[int, int]]) -> dict[str, Any]:
+def _node(runtime: Any, driver: Any, handle: int, spans: list[tuple[int, int]]) -> Node:
     number = ctypes.c_int()
     _check(runtime.cudaGraphNodeGetType(_HANDLE(handle), ctypes.byref(number)), "cudaGraphNodeGetType")
     kind = TYPES.get(number.value, str(number.value))
@@ -103,24 +88,19 @@ def _node(runtime: Any, driver: Any, handle: int, spans: list[tuple[int, int]]) 
         return {"type": kind, **_copy(runtime, handle)}
     if kind == "memset":
         return {"type": kind, "addresses": [_target(runtime, handle)]}
-    if kind == "kernel" and spans:
-        try:
-            return {"type": kind, **_kernel(driver, handle, spans)}
-        except Exception as error:  # a probe tells what it could not read
-            return {"type": kind, "failed": repr(error)}
+    if kind == "kernel":
+        return {"type": kind, "addresses": _addresses(driver, handle, spans)}
     return {"type": kind}
 
 
-def _copy(runtime: Any, handle: int) -> dict[str, Any]:
-    """Return what a copy moves, and the number of its kind."""
+def _copy(runtime: Any, handle: int) -> Node:
+    """Return what a copy moves."""
     raw = (ctypes.c_ubyte * 160)()  # cudaMemcpy3DParms
     _check(runtime.cudaGraphMemcpyNodeGetParams(_HANDLE(handle), raw), "cudaGraphMemcpyNodeGetParams")
     data = bytes(raw)
     source, target = struct.unpack_from("Q", data, 32)[0], struct.unpack_from("Q", data, 96)[0]
     width, height, depth = struct.unpack_from("QQQ", data, 128)
-    number = struct.unpack_from("i", data, 152)[0]
-    nbytes = width * max(1, height) * max(1, depth)
-    return {"nbytes": nbytes, "number": number, "source": source, "target": target}
+    return {"nbytes": width * max(1, height) * max(1, depth), "source": source, "target": target}
 
 
 def _target(runtime: Any, handle: int) -> int:
@@ -131,24 +111,15 @@ def _target(runtime: Any, handle: int) -> int:
     return target
 
 
-def _kernel(driver: Any, handle: int, spans: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the name of a kernel, and what of its parameters is an address in torch's memory."""
+def _addresses(driver: Any, handle: int, spans: list[tuple[int, int]]) -> list[int]:
+    """Return what of a kernel's parameters is in torch's memory; of matrix products on Hopper a tensor map hides it."""
     raw = (ctypes.c_ubyte * 80)()  # CUDA_KERNEL_NODE_PARAMS_v2
     _check(driver.cuGraphKernelNodeGetParams_v2(_HANDLE(handle), raw), "cuGraphKernelNodeGetParams_v2")
     function = struct.unpack_from("Q", bytes(raw), 0)[0]
     parameters, kern = struct.unpack_from("Q", bytes(raw), 40)[0], struct.unpack_from("Q", bytes(raw), 56)[0]
-    name = ctypes.c_char_p()
-    if function:
-        driver.cuFuncGetName(ctypes.byref(name), _HANDLE(function))
-    elif kern:
-        driver.cuKernelGetName(ctypes.byref(name), _HANDLE(kern))
     info, what = (driver.cuFuncGetParamInfo, function) if function else (driver.cuKernelGetParamInfo, kern)
-    found: dict[str, Any] = {"name": (name.value or b"").decode()[:60]}
-    values = list(_values(info, what, parameters))
-    found["addresses"] = sorted({word for value in values for word in _words(value) if _is_in(spans, word)})
-    if not found["addresses"]:  # of matrix products on Hopper: a tensor map hides them
-        found["parameters"] = [value.hex() for value in values]
-    return found
+    words = {word for value in _values(info, what, parameters) for word in _words(value)}
+    return sorted(word for word in words if _is_in(spans, word))
 
 
 def _words(value: bytes) -> Iterator[int]:
@@ -168,10 +139,3 @@ def _values(info: Any, what: int, parameters: int) -> Iterator[bytes]:
             pointer = ctypes.cast(parameters, ctypes.POINTER(_HANDLE))[number]
             yield ctypes.string_at(pointer or 0, size.value)
         number += 1
-
-
-def _segments() -> list[dict[str, Any]]:
-    return [
-        {"address": s["address"], "nbytes": s["total_size"], "pool": list(s["segment_pool_id"])}
-        for s in torch.cuda.memory_snapshot()
-    ]

@@ -10,10 +10,17 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import deterministic
 
+from offload_engine import FixedBounds, IterationStats, OffloadConfig
+
 # Eight buffers of 4 MiB for each stream; PyTorch refuses its deterministic mode without this or `:16:8`.
 CUBLAS_WORKSPACE = ":4096:8"
 
+RELEASED_AT_ONCE = OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0))
+"""What is copied out is released: so few bytes would stay otherwise, and none come back."""
+
 T = TypeVar("T")
+Bits = list[dict[str, str]]
+"""The fingerprint of each step."""
 _DETERMINISTIC: Any = deterministic
 
 
@@ -54,3 +61,27 @@ def run_twice(run: Callable[[], T], are_equal: Callable[[T, T], bool]) -> T:
         "the same bits under torch.use_deterministic_algorithms(True); look for an operator that ignores it"
     )
     return result
+
+
+def check_bits(expected: Bits, got: Bits) -> None:
+    """Fail with the names of what differs in each step."""
+    wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(expected, got, strict=True)]
+    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+
+
+def check_moved(stats: IterationStats | None) -> IterationStats:
+    """Fail if nothing came back, or something is left; return the counters."""
+    assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes
+    assert stats.num_storages_left == 0
+    return stats
+
+
+def peak_of_second(step: Callable[[], object]) -> int:
+    """Return the most bytes allocated in the second of two calls, above what is there before it: all gradients."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from tests.dist.tiny import of_this_rank
+from tests.dist.tiny import fingerprint, mean_loss, of_this_rank
+from tests.dist.tiny import run as run_step
+from tests.gpu.parity import Bits
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, HIDDEN = 256, 512, 2, 256
 DEVICE = "cuda"
@@ -131,20 +132,29 @@ def run(
     chunks: list[torch.nn.Module], num_microbatches: int, *, schedule: Callable[..., Any] | None = None
 ) -> list[float]:
     """Run one forward and backward of all microbatches, by `schedule` if there is one; return this rank's losses."""
-    for chunk in chunks:
-        getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
-    has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None
-    batches = [_batches(num_microbatches) for _ in chunks]
-    out = (schedule or get_forward_backward_func())(
-        forward_step_func=_forward,
-        data_iterator=batches if has_stages else batches[0],
-        model=chunks if has_stages else chunks[0],
-        num_microbatches=num_microbatches,
-        seq_length=SEQUENCE,
-        micro_batch_size=MICRO_BATCH,
-        forward_only=False,
-    )
-    return [entry["loss"].item() for entry in out]
+    sizes: dict[str, Any] = {"seq_length": SEQUENCE, "micro_batch_size": MICRO_BATCH}
+    return run_step(chunks, num_microbatches, schedule=schedule, make_batches=_batches, forward_step=_forward, **sizes)
+
+
+def fingerprint_of_step(chunks: list[Any], num_microbatches: int) -> dict[str, str]:
+    """Run one step; return its fingerprint."""
+    return fingerprint(chunks, run(chunks, num_microbatches))
+
+
+def steps(
+    chunks: list[Any],
+    microbatches: Sequence[int],
+    step: Callable[[list[Any], int], dict[str, str]] = fingerprint_of_step,
+) -> tuple[Bits, int]:
+    """Run steps; return their bits, and the peak of allocated memory in the last, above what is there before."""
+    bits = []
+    for number in microbatches:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        bits.append(step(chunks, number))
+    torch.cuda.synchronize()
+    return bits, torch.cuda.max_memory_allocated() - before
 
 
 def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
@@ -158,9 +168,4 @@ def _forward(batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: 
     forward = model.build_schedule_plan if return_schedule_plan else model  # under the all-to-all overlap
     positions = torch.arange(SEQUENCE, device=DEVICE)[None].expand_as(tokens).contiguous()
     batch = of_this_rank(tokens=tokens, positions=positions, labels=tokens.roll(-1, dims=1))
-    return forward(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(_loss)
-
-
-def _loss(output: torch.Tensor) -> Any:
-    loss = output.float().mean()
-    return loss, {"loss": loss.detach()}
+    return forward(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(mean_loss)

@@ -63,29 +63,28 @@ def poison(captured: CapturedLayers) -> None:
     torch.cuda.synchronize()
 
 
-def held_by(make: object) -> int:
+def reserved_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
 
 def test_replays_are_equal_to_the_last_bit_in_less_memory() -> None:
-    before = held_by(None)
+    before = reserved_bytes()
     layers = graphed(make_layers())
-    without = held_by(layers) - before
+    without = reserved_bytes() - before
     expected = steps(layers)
     del layers
-    before = held_by(None)
+    before = reserved_bytes()
     engine = OffloadEngine(OffloadConfig())
     with engine.graphs.capture_layers(min_bytes=1) as captured:
         layers = graphed(make_layers())
-    fallen = without - (held_by(layers) - before)
+    fallen = without - (reserved_bytes() - before)
     assert captured.num_graphs == 2 * NUM_LAYERS and captured.copied_out_bytes > 0
     assert not unordered(captured, edges_of(captured))
     got = steps(layers, captured)
     assert all(all(map(torch.equal, a, b)) for a, b in zip(expected, got, strict=True))
     assert fallen >= 0.5 * captured.copied_out_bytes, (fallen, captured.copied_out_bytes, captured.slot_bytes)
-    print(f"{fallen=:,} {captured.copied_out_bytes=:,} {captured.slot_bytes=:,} {captured.host_bytes=:,}")
     del layers
     captured.release()
     engine.close()

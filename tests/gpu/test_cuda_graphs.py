@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.dist.launch import Pipeline
-from tests.gpu.parity import deterministic_algorithms, run_twice
+from tests.dist.settings import selective
+from tests.gpu.parity import RELEASED_AT_ONCE, check_bits, deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 from tests.gpu.test_module_names import LATENT, needs_mamba
 from tests.program_order import edges_of, unordered
@@ -31,48 +32,41 @@ SIZES: dict[str, Any] = {"num_layers": 6, "hidden_size": 1024, "ffn_hidden_size"
 EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 1024}
 DENSE: dict[str, Any] = {name: None for name in EXPERTS}
 OVERLAP: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True}
-RECOMPUTED: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-LATENTS_RECOMPUTED: dict[str, Any] = {
-    **LATENT,
-    "recompute_granularity": "selective",
-    "recompute_modules": ["layernorm", "mla_up_proj", "moe_act"],
-}
-
-OUTSIDE = [
-    (["moe_router"], ["qkv_linear", "core_attn", "attn_proj", "experts"]),
-    (["attn"], ["mlp_norm", "router", "experts"]),
-    (["attn", "moe_router", "moe_preprocess"], ["expert_fc1", "moe_act"]),
-]
-ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
-MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
-INSIDE = [
-    pytest.param(["attn"], ATTENTION, {}, id="attention"),
-    pytest.param(["attn", "moe_router"], [*ATTENTION, "expert_fc1", "moe_act"], {}, id="attention, eager experts"),
-    pytest.param(
-        ["attn", "moe_router", "moe_preprocess"],
-        ["core_attn", "attn_proj", "mlp_norm", "moe_act"],
-        RECOMPUTED,
-        id="recomputed norms",
-    ),
-    pytest.param(
-        ["attn", "moe_router", "moe_preprocess"],
-        ["attn_proj", "mlp_norm", "expert_fc1", "moe_act"],
-        LATENTS_RECOMPUTED,
-        id="recomputed projections from latents",
-    ),
-    pytest.param(["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="dense layers"),
-    pytest.param([], [*ATTENTION, *MLP], DENSE, id="whole layers"),
-]
 # Mamba, attention, dense and experts, six times; the last two are eager.
 HYBRID: dict[str, Any] = {"num_layers": 24, "is_hybrid_model": True, "mamba_num_heads": 32}
-WITH_MAMBA = [
-    pytest.param(["mamba"], ["mamba_mixer"], id="mixers"),
-    pytest.param(["mamba"], ["mamba_in_proj", "mamba_out_proj", *ATTENTION], id="their projections, eager attention"),
-    pytest.param(["mamba", "attn"], ["mamba_mixer", *ATTENTION], id="mixers and attention"),
-    pytest.param(["mamba", "attn"], ATTENTION, id="attention beside mixers that stay"),
-]
+_WITH_NORMS = ["layernorm", "moe_act"]
 _ATTENTION, _ALL = ["core_attn", "attn_proj"], ["core_attn", "attn_proj", "expert_fc1", "moe_act"]
 _ROUTER, _PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
+
+ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
+OF_DENSE = [*ATTENTION, "mlp_fc1", "mlp_act", "mlp_fc2"]
+# Captured scopes, names, and settings of the model.
+OUTSIDE: dict[str, tuple[Pipeline, list[str], list[str], dict[str, Any]]] = {
+    "attention": (Pipeline(), ["moe_router"], [*ATTENTION, "experts"], {}),
+    "router": (Pipeline(), ["attn"], ["mlp_norm", "router", "experts"], {}),
+    "experts": (Pipeline(), _PREPROCESS, ["expert_fc1", "moe_act"], {}),
+}
+INSIDE: dict[str, tuple[Pipeline, list[str], list[str], dict[str, Any]]] = {
+    "attention": (Pipeline(), ["attn"], ATTENTION, {}),
+    "attention, eager experts": (Pipeline(), _ROUTER, [*ATTENTION, "expert_fc1", "moe_act"], {}),
+    "recomputed norms": (Pipeline(), _PREPROCESS, [*_ATTENTION, "mlp_norm", "moe_act"], selective(*_WITH_NORMS)),
+    "recomputed projections from latents": (
+        *(Pipeline(), _PREPROCESS, ["attn_proj", "mlp_norm", "expert_fc1", "moe_act"]),
+        selective(*_WITH_NORMS, "mla_up_proj", **LATENT),
+    ),
+    "dense layers": (Pipeline(), ["attn", "mlp"], OF_DENSE, DENSE),
+    "whole layers": (Pipeline(), [], OF_DENSE, DENSE),
+    # Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
+    "1F1B": (Pipeline(2), ["attn", "mlp"], OF_DENSE, DENSE),
+    "interleaved": (Pipeline(2, 2), ["attn", "mlp"], OF_DENSE, {**DENSE, "num_layers": 8}),
+    "overlap": (Pipeline(expert=2), _ROUTER, [*ATTENTION, "moe_act"], OVERLAP),
+}
+WITH_MAMBA: dict[str, tuple[list[str], list[str]]] = {
+    "mixers": (["mamba"], ["mamba_mixer"]),
+    "their projections, eager attention": (["mamba"], ["mamba_in_proj", "mamba_out_proj", *ATTENTION]),
+    "mixers and attention": (["mamba", "attn"], ["mamba_mixer", *ATTENTION]),
+    "attention beside mixers that stay": (["mamba", "attn"], ATTENTION),
+}
 # Of megatron-core's own test: captured scopes, names, whether attention has latents, the fraction to offload, and
 # whether copies wait for the next replay.
 UPSTREAM = [
@@ -86,41 +80,24 @@ UPSTREAM = [
     (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 0.5, True),
     (_ROUTER, [*_ATTENTION, "expert_fc1"], False, 1.0, False),
 ]
-# Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
-SEVERAL = [
-    pytest.param(Pipeline(2), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="1F1B"),
-    pytest.param(Pipeline(2, 2), ["attn", "mlp"], [*ATTENTION, *MLP], {**DENSE, "num_layers": 8}, id="interleaved"),
-    pytest.param(Pipeline(expert=2), ["attn", "moe_router"], [*ATTENTION, "moe_act"], OVERLAP, id="overlap"),
-]
 
 
-@pytest.mark.parametrize(("scopes", "names"), OUTSIDE)
-def test_modules_outside_the_captures_are_offloaded(
-    scopes: list[str], names: list[str], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    ranks_of(1).run(_check, scopes, names, {}, False)
+@pytest.mark.parametrize("row", OUTSIDE)
+def test_modules_outside_the_captures_are_offloaded(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    shape, *job = OUTSIDE[row]
+    ranks_of(1).run(_check, *job, False, shape=shape)
 
 
-@pytest.mark.parametrize(("scopes", "names", "settings"), INSIDE)
-def test_captured_modules_are_offloaded(
-    scopes: list[str], names: list[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    ranks_of(1).run(_check, scopes, names, settings, True)
+@pytest.mark.parametrize("row", INSIDE)
+def test_captured_modules_are_offloaded(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    shape, *job = INSIDE[row]
+    ranks_of(shape.num_ranks).run(_check, *job, True, shape=shape)
 
 
 @needs_mamba
-@pytest.mark.parametrize(("scopes", "names"), WITH_MAMBA)
-def test_captured_mamba_layers_are_offloaded(
-    scopes: list[str], names: list[str], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    ranks_of(1).run(_check, scopes, names, HYBRID, True)
-
-
-@pytest.mark.parametrize(("shape", "scopes", "names", "settings"), SEVERAL)
-def test_captured_modules_of_several_ranks_are_offloaded(
-    shape: Pipeline, scopes: list[str], names: list[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    ranks_of(2).run(_check, scopes, names, settings, True, shape=shape)
+@pytest.mark.parametrize("row", WITH_MAMBA)
+def test_captured_mamba_layers_are_offloaded(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    ranks_of(1).run(_check, *WITH_MAMBA[row], HYBRID, True)
 
 
 @pytest.mark.parametrize(("scopes", "names", "has_latents", "fraction", "is_delayed"), UPSTREAM)
@@ -158,9 +135,7 @@ def _check_recipe(scopes: Sequence[str], settings: dict[str, Any], model: dict[s
         expected = run_twice(lambda: _train(scopes, model), lambda a, b: a.bits == b.bits)
         with apply(OffloadConfig(), replace_fine_grained=True) as handle:
             got = _train(scopes, {**model, **settings}, handle)
-    bits = zip(expected.bits, got.bits, strict=True)
-    wrong = [[name for name in a if a[name] != b[name]] for a, b in bits]
-    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    check_bits(expected.bits, got.bits)
     others = [expected] if theirs is None else [expected, theirs]
     peaks = [(one.held_bytes, one.peak_bytes) for one in (got, *others)]
     assert all(got.held_bytes + got.peak_bytes <= other.held_bytes + other.peak_bytes for other in others), peaks
@@ -168,18 +143,13 @@ def _check_recipe(scopes: Sequence[str], settings: dict[str, Any], model: dict[s
 
 def _check(scopes: Sequence[str], names: Sequence[str], settings: dict[str, Any], is_inside: bool) -> None:
     from megatron_patches import apply
-    from offload_engine import FixedBounds, OffloadConfig
 
     with deterministic_algorithms(warn_only=True):
         expected = run_twice(lambda: _train(scopes, settings), lambda a, b: a.bits == b.bits)
-        with apply(
-            OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0)), modules=names
-        ) as handle:
+        with apply(RELEASED_AT_ONCE, modules=names) as handle:
             got = _train(scopes, settings, handle)
     assert got.is_inside == is_inside
-    bits = zip(expected.bits, got.bits, strict=True)
-    wrong = [[name for name in a if a[name] != b[name]] for a, b in bits]
-    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    check_bits(expected.bits, got.bits)
     if is_inside:
         fallen, left = expected.held_bytes - got.held_bytes, got.copied_bytes - got.slot_bytes
         assert left > 0

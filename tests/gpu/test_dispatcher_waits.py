@@ -40,18 +40,6 @@ class Dispatch(NamedTuple):
     whole: float
 
 
-class Shortest(NamedTuple):
-    """Of many: each figure from the dispatch that was shortest in it."""
-
-    alone: Dispatch
-    behind_a_copy: Dispatch
-
-    @property
-    def longer(self) -> Dispatch:
-        """By how much, behind a copy."""
-        return Dispatch(*(behind - alone for alone, behind in zip(*self, strict=True)))
-
-
 @pytest.fixture(params=[1, 2], ids=["1 GPU", "2 GPUs"])
 def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int], GpuRanks]) -> GpuRanks:
     if (num_gpus := torch.cuda.device_count()) < request.param:
@@ -87,15 +75,18 @@ def _has(flag: str) -> bool:
 
 def _check(ranks: GpuRanks, settings: dict[str, Any]) -> None:
     shape = Pipeline(expert=ranks.num_ranks)
-    for ours in ranks.run(_measure, settings, True, shape=shape):
-        assert ours.longer.waited < LONGEST_WAIT_S and ours.longer.whole < LONGEST_DELAY_S, ours
+    for longer in ranks.run(_measure, settings, True, shape=shape):
+        assert longer.waited < LONGEST_WAIT_S and longer.whole < LONGEST_DELAY_S, longer
     # The same offload without the rows for MoE layers: what is measured does wait for copies.
-    for plain in ranks.run(_measure, settings, False, shape=shape):
-        assert min(plain.longer) > 10 * LONGEST_WAIT_S, plain
+    for longer in ranks.run(_measure, settings, False, shape=shape):
+        assert min(longer) > 10 * LONGEST_WAIT_S, longer
 
 
-def _measure(settings: dict[str, Any], has_rows: bool) -> Shortest:
-    """One step to warm up, and one in which every other microbatch finds a copy in its way."""
+def _measure(settings: dict[str, Any], has_rows: bool) -> Dispatch:
+    """Return by how much the shortest dispatches behind a copy are longer than the shortest others.
+
+    After a step to warm up, every other microbatch of a step finds a copy in its way.
+    """
     import megatron_patches
     from offload_engine import OffloadConfig
     from tests.gpu.small_gpt import make_chunks, make_config, run
@@ -108,11 +99,8 @@ def _measure(settings: dict[str, Any], has_rows: bool) -> Shortest:
         with stopwatch.timing_waits():
             run(chunks, 2 * NUM_ROUNDS)
         assert handle.stats is not None and handle.stats.copied_out_bytes > 0
-        return Shortest(_shortest(stopwatch.dispatches[0::2]), _shortest(stopwatch.dispatches[1::2]))
-
-
-def _shortest(dispatches: list[Dispatch]) -> Dispatch:
-    return Dispatch(*map(min, zip(*dispatches, strict=True)))
+    alone, behind = (map(min, zip(*stopwatch.dispatches[first::2], strict=True)) for first in (0, 1))
+    return Dispatch(*(b - a for a, b in zip(alone, behind, strict=True)))
 
 
 def _with_rows(has_rows: bool) -> AbstractContextManager[object]:

@@ -6,17 +6,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, group_commit
+from tests.checkpointed import all_equal
+from tests.gpu.parity import run_twice
 from tests.lookups import import_or_skip
 
 HIDDEN, TOKENS = 256, 512
-BYTE_DTYPES = (torch.uint8, torch.int8)
+BYTE_DTYPES = {torch.uint8, torch.int8}
 
 te = import_or_skip("transformer_engine.pytorch")
 recipes = import_or_skip("transformer_engine.common.recipe")
@@ -97,21 +99,14 @@ def _call(layer: Any, hidden: torch.Tensor, is_first: bool, chunk: ChunkOffloadH
     return group_commit(output, chunk)
 
 
-class _Sources(NamedTuple):
-    """What was copied out."""
-
-    dtypes: list[torch.dtype]
-    addresses: list[int]
-
-
 @contextlib.contextmanager
-def _copied_out(engine: OffloadEngine) -> Iterator[_Sources]:
-    sources = _Sources([], [])
+def _copied_out(engine: OffloadEngine) -> Iterator[list[tuple[torch.dtype, int]]]:
+    """Yield types and addresses of what is copied out."""
+    sources: list[tuple[torch.dtype, int]] = []
     issue: Any = engine.device.copy_out
 
     def note(stream: Any, copies: Any) -> Any:
-        sources.dtypes.extend(source.dtype for source, _ in copies)
-        sources.addresses.extend(source.untyped_storage().data_ptr() for source, _ in copies)
+        sources.extend((source.dtype, source.untyped_storage().data_ptr()) for source, _ in copies)
         return issue(stream, copies)
 
     with mock.patch.object(engine.device, "copy_out", note):
@@ -129,37 +124,35 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def _compare(make: Callable[..., Any], recipe: Any, engine: OffloadEngine, prepare: Any = None, **more: Any) -> Any:
-    """Two runs without offload and one with it: the same bits; returns the layers of the last and what it moved."""
-    results = []
-    for offload in (None, None, engine):
+    """Compare a step with offload and without; return the layers of the first, and the types of what moved."""
+
+    def prepared() -> torch.nn.ModuleList:
         layers = _layers(make, **more)
         if prepare is not None:
             prepare(layers)
-        if offload is None:
-            results.append(_step(layers, recipe, None))
-            continue
-        with offload.iteration(weights=list(layers.parameters())), _copied_out(offload) as first:
-            results.append(_step(layers, recipe, offload))
-        assert _workspaces(layers), "the weights were quantized once and kept"
-        # In a second step weights and their copies are where they were: no activation can have had their addresses.
-        with offload.iteration(weights=list(layers.parameters())), _copied_out(offload) as second:
-            _step(layers, recipe, offload)
-        weights = [part for tensor in (*layers.parameters(), *_workspaces(layers)) for part in _parts(tensor)]
-        assert not {part.untyped_storage().data_ptr() for part in weights} & set(second.addresses)
-    plain, again, moved = results
-    assert len(plain) > 0
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True)), "the model is not deterministic"
-    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+        return layers
+
+    plain = run_twice(lambda: _step(prepared(), recipe, None), all_equal)
+    layers = prepared()
+    with engine.iteration(weights=list(layers.parameters())), _copied_out(engine) as first:
+        moved = _step(layers, recipe, engine)
+    assert _workspaces(layers), "the weights were quantized once and kept"
+    # In a second step weights and their copies are where they were: no activation can have had their addresses.
+    with engine.iteration(weights=list(layers.parameters())), _copied_out(engine) as second:
+        _step(layers, recipe, engine)
+    weights = [part for tensor in (*layers.parameters(), *_workspaces(layers)) for part in _parts(tensor)]
+    assert not {part.untyped_storage().data_ptr() for part in weights} & {address for _, address in second}
+    assert plain and all_equal(plain, moved)
     stats = engine.stats
     assert stats.copied_out_bytes > 0 and stats.copied_in_bytes > 0 and stats.num_storages_left == 0
-    return layers, first
+    return layers, {dtype for dtype, _ in first}
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_bitwise_equal(name: str, module: str, engine: OffloadEngine) -> None:
     _, moved = _compare(MODULES[module], _recipe(name), engine)
-    assert any(dtype in BYTE_DTYPES for dtype in moved.dtypes)
+    assert moved & BYTE_DTYPES
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -173,7 +166,7 @@ def test_fused_weight_gradients(name: str, engine: OffloadEngine) -> None:
             parameter.grad_added_to_main_grad = False
 
     layers, moved = _compare(MODULES["Linear"], _recipe(name), engine, prepare, fuse_wgrad_accumulation=True)
-    assert any(dtype in BYTE_DTYPES for dtype in moved.dtypes)
+    assert moved & BYTE_DTYPES
     assert all(p.grad_added_to_main_grad and p.main_grad.any() for p in layers.parameters())
 
 
@@ -197,5 +190,5 @@ def test_weights_in_fp8(name: str, engine: OffloadEngine) -> None:
         else:
             with offload.iteration(weights=list(layers.parameters())):
                 results.append(_step(layers, recipe, offload))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all_equal(*results)
     assert engine.stats.copied_out_bytes > 0

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.dist.launch import Pipeline
-from tests.gpu.parity import deterministic_algorithms
+from tests.gpu.parity import check_bits, deterministic_algorithms
 from tests.gpu.ranks import GpuRanks
 
 NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
@@ -29,26 +29,21 @@ def _check() -> None:
     with deterministic_algorithms(warn_only=True):
         eager, captured = _Steps(False), _Steps(False)
         expected = [eager.run() for _ in range(WARMUP + 3)]
-        _check_bits([captured.run(is_captured=True) for _ in range(WARMUP + 3)], expected)
+        check_bits(expected, [captured.run(is_captured=True) for _ in range(WARMUP + 3)])
         without = captured.reserved_bytes
         captured.reset()  # the wrapper keeps one graph for all: another model would replay it
         del eager, captured
         with apply(OffloadConfig()) as handle:
             steps = _Steps(True)
-            _check_bits([steps.run(is_captured=True) for _ in range(WARMUP + 3)], expected)
+            check_bits(expected, [steps.run(is_captured=True) for _ in range(WARMUP + 3)])
             engine = handle.engine
             assert engine is not None and engine.stats.copied_out_bytes > 0
             (step,) = engine.graphs.steps
             assert step.host_bytes > 0 and steps.reserved_bytes < without
             steps.reset()
-            _check_bits([steps.run(is_captured=True)], expected[:1])  # eagerly again
+            check_bits(expected[:1], [steps.run(is_captured=True)])  # eagerly again
             assert not engine.graphs.steps
             steps.reset()
-
-
-def _check_bits(got: Sequence[dict[str, str]], expected: Sequence[dict[str, str]]) -> None:
-    wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(got, expected, strict=False)]
-    assert not any(wrong), f"what differs in each step, of {len(got[0])}: {wrong}"
 
 
 class _Steps:

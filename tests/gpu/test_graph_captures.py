@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 
-from offload_engine import LowestPeak, OffloadConfig, OffloadError, enable_activation_offloading
+from offload_engine import (
+    LowestPeak,
+    OffloadConfig,
+    OffloadEngine,
+    OffloadError,
+    enable_activation_offloading,
+    group_start,
+)
 from offload_engine._devices.regions import storage_at, whole
 from offload_engine.graph_captures import CapturedStep
 from offload_engine.policies import PolicySettings, ResidentLayers
+from tests.checkpointed import all_equal
 
 NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 6, 256, 3
 
@@ -27,6 +39,7 @@ class Training:
             parameter.grad = torch.zeros_like(parameter)
         self.grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         self.stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
 
     def step(self) -> None:
         torch._foreach_zero_(self.grads)
@@ -41,9 +54,25 @@ class Training:
         for grad in self.grads:
             grad.fill_(float("nan"))
 
+    @contextmanager
+    def offload(self, policy: PolicySettings) -> Iterator[Any]:
+        """Offload its layers; it has to be released from captures by the end."""
+        config = OffloadConfig(min_tensor_bytes=1, policy=policy)
+        handle = enable_activation_offloading(self.model, "none", config=config, layers=list(self.model))
+        yield handle
+        handle.remove()
 
-def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    def capture(self, handle: Any, graph: torch.cuda.CUDAGraph) -> CapturedStep:
+        with handle.engine.graphs.capture(torch.cuda.graph(graph, stream=self.stream)) as captured:
+            self.step()
+        return captured
+
+    def check_replays(self, captured: CapturedStep, graph: torch.cuda.CUDAGraph, expected: list[torch.Tensor]) -> None:
+        for _ in range(3):
+            self.forget()
+            poison(captured, graph)
+            graph.replay()
+            assert all_equal(self.result(), expected)
 
 
 def poison(captured: CapturedStep, graph: torch.cuda.CUDAGraph) -> None:
@@ -62,93 +91,103 @@ def poison(captured: CapturedStep, graph: torch.cuda.CUDAGraph) -> None:
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("policy", [LowestPeak(), ResidentLayers()], ids=repr)
 def test_replays_are_equal_to_the_last_bit(policy: PolicySettings) -> None:
-    training = Training()
-    torch.cuda.synchronize()
+    training, graph = Training(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(training.stream):
         training.step()
         expected = training.result()
-        config = OffloadConfig(min_tensor_bytes=1, policy=policy)
-        handle = enable_activation_offloading(training.model, "none", config=config, layers=list(training.model))
-        for _ in range(3):
-            training.step()
-        assert are_equal(training.result(), expected)
-        graph = torch.cuda.CUDAGraph()
-        with handle.engine.graphs.capture(torch.cuda.graph(graph, stream=training.stream)) as captured:
-            training.step()
-        assert handle.stats.num_offloaded_groups > 0
-        for _ in range(3):
-            training.forget()
-            poison(captured, graph)
-            graph.replay()
-            assert are_equal(training.result(), expected)
-        training.step()  # eagerly, in between
-        assert are_equal(training.result(), expected)
-        training.forget()
-        graph.replay()
-        assert are_equal(training.result(), expected)
-        with pytest.raises(OffloadError, match="captured steps still use"):
-            handle.remove()
-        graph.reset()
-        captured.release()
-        handle.remove()
+        with training.offload(policy) as handle:
+            for _ in range(3):
+                training.step()
+            assert all_equal(training.result(), expected)
+            captured = training.capture(handle, graph)
+            assert handle.stats.num_offloaded_groups > 0
+            training.check_replays(captured, graph, expected)
+            training.step()  # eagerly, in between
+            assert all_equal(training.result(), expected)
+            training.check_replays(captured, graph, expected)
+            with pytest.raises(OffloadError, match="captured steps still use"):
+                handle.remove()
+            graph.reset()
+            captured.release()
 
 
 def test_what_is_not_pinned_is_refused_in_the_capture_and_the_next_one_is_right() -> None:
-    training = Training()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(training.stream):
-        config = OffloadConfig(min_tensor_bytes=1, policy=LowestPeak())
-        handle = enable_activation_offloading(training.model, "none", config=config, layers=list(training.model))
+    training, graph = Training(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(training.stream), training.offload(LowestPeak()) as handle:
         for _ in range(2):
             training.step()
         torch.cuda.synchronize()  # slabs that copies still read are not returned
         assert handle.engine.trim_host_memory() > 0
-        graph = torch.cuda.CUDAGraph()
         with pytest.raises(OffloadError, match="none can be pinned"):
-            with handle.engine.graphs.capture(torch.cuda.graph(graph, stream=training.stream)):
-                training.step()
+            training.capture(handle, torch.cuda.CUDAGraph())
         for _ in range(2):
             training.step()
         expected = training.result()
-        graph = torch.cuda.CUDAGraph()
-        with handle.engine.graphs.capture(torch.cuda.graph(graph, stream=training.stream)) as captured:
-            training.step()
-        training.forget()
-        graph.replay()
-        assert are_equal(training.result(), expected)
+        captured = training.capture(handle, graph)
+        training.check_replays(captured, graph, expected)
         graph.reset()
         captured.release()
-        handle.remove()
 
 
 @pytest.mark.usefixtures("deterministic")
 def test_a_capture_by_other_code_on_its_own_stream_is_announced_around_it() -> None:
     """As megatron-core captures full iterations: eager steps on the default stream, a replay in the same call."""
+    training, graph = Training(), torch.cuda.CUDAGraph()
+    training.step()
+    expected = training.result()
+    with training.offload(LowestPeak()) as handle:
+        for _ in range(2):
+            training.step()
+        assert all_equal(training.result(), expected)
+        with handle.engine.graphs.capture() as captured:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=training.stream, capture_error_mode="thread_local"):
+                training.step()
+            torch.cuda.synchronize()
+            training.forget()
+            graph.replay()
+        assert handle.stats.num_offloaded_groups > 0
+        assert all_equal(training.result(), expected)
+        training.check_replays(captured, graph, expected)
+        training.step()  # eagerly, on the default stream
+        assert all_equal(training.result(), expected)
+        graph.reset()
+        captured.release()
+
+
+# -- captures around offloaded modules that no one announces -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_graph_of_a_forward_is_refused_and_the_next_step_is_right() -> None:
     training = Training()
     training.step()
     expected = training.result()
-    config = OffloadConfig(min_tensor_bytes=1, policy=LowestPeak())
-    handle = enable_activation_offloading(training.model, "none", config=config, layers=list(training.model))
-    for _ in range(2):
+    with training.offload(LowestPeak()) as handle:
         training.step()
-    assert are_equal(training.result(), expected)
-    graph = torch.cuda.CUDAGraph()
-    with handle.engine.graphs.capture() as captured:
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=training.stream, capture_error_mode="thread_local"):
-            training.step()
-        torch.cuda.synchronize()
-        training.forget()
-        graph.replay()
-    assert handle.stats.num_offloaded_groups > 0
-    assert are_equal(training.result(), expected)
-    for _ in range(3):
-        training.forget()
-        poison(captured, graph)
-        graph.replay()
-        assert are_equal(training.result(), expected)
-    training.step()  # eagerly, on the default stream
-    assert are_equal(training.result(), expected)
-    graph.reset()
-    captured.release()
-    handle.remove()
+        with pytest.raises(OffloadError, match="capture of a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            training.model(training.inputs[0])
+        training.step()
+        assert all_equal(training.result(), expected) and handle.stats.num_offloaded_groups > 0
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_graphed_callables_are_refused() -> None:
+    layer = torch.nn.Linear(64, 64).cuda()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1))
+
+    class Bracketed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            chunk = engine.active_chunk
+            return self.layer(hidden if chunk is None else group_start(hidden, chunk, name="layer"))
+
+    hidden = torch.randn(8, 64, device="cuda", requires_grad=True)
+    with pytest.raises(OffloadError, match="group 'layer' begins inside the capture"), engine.iteration():
+        engine.start_chunk()
+        torch.cuda.make_graphed_callables(Bracketed(), (hidden,), num_warmup_iters=0)
+    torch.cuda.synchronize()
+    engine.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`enable_activation_offloading` on one GPU: the same numbers, less memory."""
+"""`enable_activation_offloading`, `offload_wrapper` and `checkpoint` on GPUs: the same numbers, less memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+from benchmarks.shared_gpus import gpu_of
+from offload_engine import CheckpointOffload, GroupWindow, OffloadConfig, enable_activation_offloading, offload_wrapper
+from tests.checkpointed import FAMILIES, WAYS, all_equal, make_language_model
+from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train
+from tests.gpu.parity import deterministic_algorithms, peak_of_second, run_twice
 
-from benchmarks.shared_gpus import gpu_of  # noqa: E402
-from offload_engine import OffloadConfig, enable_activation_offloading  # noqa: E402
-from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train  # noqa: E402
-from tests.gpu.parity import deterministic_algorithms, run_twice  # noqa: E402
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
 CONFIG = SMALL.replace(directory=None)
 MIB = 1 << 20
@@ -35,48 +36,23 @@ def test_losses_and_gradients_are_equal_to_the_last_bit(kind: str, own: str | No
     handle.remove()
 
 
-@pytest.mark.usefixtures("deterministic")
-def test_autocast() -> None:
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        plain = run_twice(lambda: train(make_decoder("llama", device="cuda")), eq)
-        model = make_decoder("llama", device="cuda")
-        handle = enable_activation_offloading(model, "none", config=CONFIG)
-        assert train(model) == plain
-    handle.remove()
-
-
-def peak_of_step(model: torch.nn.Module, tokens: torch.Tensor) -> int:
-    """Return the most bytes allocated in a step, above what is there before it: all gradients, which stay allocated."""
-    for _ in range(2):
-        model.zero_grad(set_to_none=False)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss_of(model, tokens).backward()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @pytest.mark.parametrize("enable_ckpt", [False, True])
 def test_memory_goes_down(enable_ckpt: bool) -> None:
-    """Two layers of sixteen are on the device, instead of all.
-
-    The peak is where backward begins: there all layers hold what they saved, and one is recomputed or computes its
-    gradients, which takes the same with offload. With checkpointing a layer saves its input, 4096 x 512 in bf16, 4 MiB.
-    Sixteen of them are 64 MiB, two are 8 MiB: the peak falls by 56 MiB. Without checkpointing a layer saves more than
-    ten times that. A fifth is left to the allocator, which rounds up, and to copies under way.
-    """
+    """Two layers of sixteen are on the device, instead of all; a fifth is left to the allocator, and to copies."""
     shape = {"num_layers": 16, "hidden_size": 512, "intermediate_size": 512, "max_position_embeddings": 4096}
     tokens = torch.arange(4096, device="cuda")[None] % VOCABULARY
     model: Any = make_decoder("llama", device="cuda", **shape).bfloat16()
     if enable_ckpt:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    plain = peak_of_step(model, tokens)
+    plain = peak_of_second(lambda: loss_of(model, tokens).backward())
     del model
     model = make_decoder("llama", device="cuda", **shape).bfloat16()
     handle = enable_activation_offloading(model, "none", enable_ckpt, config=OffloadConfig())
-    offloaded, stats = peak_of_step(model, tokens), handle.stats
+    offloaded = peak_of_second(lambda: loss_of(model, tokens).backward())
+    stats = handle.stats
     handle.remove()
     if enable_ckpt:
-        assert stats.managed_bytes == 64 * MIB
+        assert stats.managed_bytes == 64 * MIB  # of each layer its input, 4096 x 512 in bf16
     assert stats.peak_resident_bytes <= 2 * stats.managed_bytes / 16 * 1.05
     assert offloaded <= plain - 0.8 * (stats.managed_bytes - stats.peak_resident_bytes), (plain, offloaded, stats)
 
@@ -119,3 +95,74 @@ def _check_strategy(rank: int, strategy: str, is_mixed: bool) -> None:
         assert train(model, seed=rank) == plain, f"{strategy}, mixed precision: {is_mixed}, ckpt: {enable_ckpt}"
         assert handle.stats.num_offloaded_groups >= 3
         handle.remove()
+
+
+# -- checkpointed layers -----------------------------------------------------------------------------------------------
+
+LONG, WIDE, DEEP, TOKENS = 4096, 1024, 12, 512
+INPUT_BYTES = LONG * WIDE * 2
+SIZES = {
+    "hidden_size": WIDE,
+    "intermediate_size": 2 * WIDE,
+    "num_hidden_layers": DEEP,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": TOKENS,
+}
+
+
+def make_long(family: str, way: str | None) -> Any:
+    with torch.device("cuda"):
+        return make_language_model(family, way, attention_dropout=0.0, **SIZES).bfloat16()
+
+
+def train_long(model: Any, num_steps: int = 3) -> list[torch.Tensor]:
+    """Return losses and all gradients; the GPU is far behind the host all the time."""
+    seen: list[torch.Tensor] = []
+    for step in range(num_steps):
+        tokens = torch.randint(TOKENS, (1, LONG), generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+    return seen
+
+
+def peak_of_step(model: Any) -> int:
+    tokens = torch.ones(1, LONG, dtype=torch.int64, device="cuda")
+    return peak_of_second(lambda: model.model(tokens).last_hidden_state.sum().backward())
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_gradient_to_the_last_bit(family: str, way: str) -> None:
+    model = offload_wrapper(make_long(family, way))
+    found = train_long(model)
+    stats = model.activation_offload.stats
+    model.activation_offload.remove()
+    assert all_equal(found, run_twice(lambda: train_long(make_long(family, way)), all_equal))
+    assert stats.copied_out_bytes == DEEP * INPUT_BYTES and stats.peak_resident_bytes <= 2 * INPUT_BYTES
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_inputs_are_off_the_device(way: str) -> None:
+    """At the turn-around plain checkpointing holds all inputs; with offload two of them, and the embeddings."""
+    plain = peak_of_step(make_long("llama", way))
+    model = offload_wrapper(make_long("llama", way))
+    offloaded = peak_of_step(model)
+    model.activation_offload.remove()
+    assert plain - offloaded >= (DEEP - 4) * INPUT_BYTES
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_checkpoint_as_the_function_of_transformers() -> None:
+    import offload_engine
+
+    model = make_long("qwen2", None)
+    model._set_gradient_checkpointing(True, offload_engine.checkpoint)
+    with CheckpointOffload(OffloadConfig(policy=GroupWindow(2))) as offload:
+        found = train_long(model)
+    assert offload.stats.copied_out_bytes == DEEP * INPUT_BYTES
+    offload.close()
+    assert all_equal(found, run_twice(lambda: train_long(make_long("qwen2", "transformers")), all_equal))

@@ -17,7 +17,6 @@ from offload_engine import ManagedActivations, OffloadConfig, manage_activations
 from tests.checkpointed import all_equal
 from tests.gpu.parity import run_twice
 
-MIB = 1 << 20
 WIDTH, ROWS, DEPTH = 1024, 4096, 12
 TENSOR_BYTES = WIDTH * ROWS * 2
 
@@ -154,11 +153,26 @@ def test_pinned_memory_is_kept(activations: ManagedActivations) -> None:
     assert len(obtained) == 1
 
 
-def test_a_model_on_the_cpu_is_offloaded_from_there() -> None:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
-    config = OffloadConfig(min_tensor_bytes=0, directory="none")
-    with manage_activations(model, config, group_bytes=4096) as activations:
-        loss = model(torch.ones(64, 64)).sum()
-    loss.backward()
-    assert activations.engine.device.torch_device.type == "cpu" and activations.stats.copied_out_bytes > 0
-    activations.close()
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs 2 GPUs of one machine, one of which is not current; there are {torch.cuda.device_count()}",
+)
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    """The default stream has the same handle on all of them."""
+    device = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256, device=device) for _ in range(8)))
+    batch = torch.randn(1024, 256, device=device)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(batch).sigmoid().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    offload = manage_activations(model, OffloadConfig(min_tensor_bytes=1), group_bytes=1 << 20)
+    with offload:
+        moved = gradients()
+    assert offload.stats.copied_in_bytes > 0 and all_equal(plain, moved)
+    offload.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.dist.launch import Pipeline
-from tests.gpu.parity import deterministic_algorithms, run_twice
+from tests.gpu.parity import RELEASED_AT_ONCE, check_bits, check_moved, deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 
 DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
@@ -22,39 +22,28 @@ OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "settings"),
-    [
-        pytest.param(Pipeline(context=2), DENSE, {}, id="context"),
-        pytest.param(Pipeline(tensor=2), DENSE, {"sequence_parallel": True}, id="tensor and sequence"),
-        pytest.param(Pipeline(), DENSE, {}, id="data"),
-        pytest.param(Pipeline(), DENSE, {"gradient_accumulation_fusion": True}, id="fused weight gradients"),
-        pytest.param(Pipeline(expert=2), EXPERTS, {"num_moe_experts": 4}, id="experts"),
-        pytest.param(Pipeline(expert=2, context=2), EXPERTS, {"num_moe_experts": 4}, id="experts and context"),
-    ],
-)
-def test_three_steps_of_the_distributed_optimizer(
-    shape: Pipeline, names: Sequence[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
+FEW, MANY = {"num_moe_experts": 4}, {"num_moe_experts": 8}
+# The layout of the published results: data parallel 4, expert parallel 4, pipelines of 2 with 2 virtual stages.
+EIGHT = Pipeline(2, 2, expert=4)
+ROWS: dict[str, tuple[int, Pipeline, list[str], dict[str, Any]]] = {
+    "context": (2, Pipeline(context=2), DENSE, {}),
+    "tensor and sequence": (2, Pipeline(tensor=2), DENSE, {"sequence_parallel": True}),
+    "data": (2, Pipeline(), DENSE, {}),
+    "fused weight gradients": (2, Pipeline(), DENSE, {"gradient_accumulation_fusion": True}),
+    "experts": (2, Pipeline(expert=2), EXPERTS, FEW),
+    "experts and context": (2, Pipeline(expert=2, context=2), EXPERTS, FEW),
+    "interleaved": (8, Pipeline(2, 2), DENSE, {}),
+    "interleaved, experts": (8, EIGHT, EXPERTS, MANY),
+    "interleaved, overlap": (8, EIGHT, EXPERTS, {**MANY, **OVERLAP}),
+    "interleaved, delayed": (8, EIGHT, EXPERTS, {**MANY, **OVERLAP, "delay_wgrad_compute": True}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_three_steps_of_the_distributed_optimizer(row: str, ranks_of: Callable[[int], GpuRanks]) -> None:
     """Gradients are reduced during the backward, and parameters gathered during the next forward."""
-    ranks_of(2).run(_check_steps, names, settings, shape=shape)
-
-
-@pytest.mark.parametrize(
-    ("names", "settings"),
-    [
-        pytest.param(DENSE, {}, id="dense"),
-        pytest.param(EXPERTS, {"num_moe_experts": 8}, id="experts"),
-        pytest.param(EXPERTS, {"num_moe_experts": 8, **OVERLAP}, id="overlap"),
-        pytest.param(EXPERTS, {"num_moe_experts": 8, **OVERLAP, "delay_wgrad_compute": True}, id="delayed"),
-    ],
-)
-def test_interleaved_pipelines(
-    names: Sequence[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
-) -> None:
-    """The layout of the published results: data parallel 4, expert parallel 4, pipelines of 2 with 2 virtual stages."""
-    shape = Pipeline(2, 2, expert=4 if "num_moe_experts" in settings else 1)
-    ranks_of(8).run(_check_steps, names, settings, shape=shape)
+    num_ranks, shape, *job = ROWS[row]
+    ranks_of(num_ranks).run(_check_steps, *job, shape=shape)
 
 
 @pytest.mark.parametrize(
@@ -71,41 +60,30 @@ def test_flex_dispatcher(overlap: dict[str, Any], ranks_of: Callable[[int], GpuR
 
 
 def _check_steps(names: Sequence[str], settings: dict[str, Any]) -> None:
+    from megatron_patches import apply
+
     with deterministic_algorithms(warn_only=True), _kernels_of_apex(settings):
         expected = run_twice(lambda: _train(settings), eq)
-        got = _train_with_offload(names, settings)
+        with apply(RELEASED_AT_ONCE) as handle:
+            got = _train({**settings, "offload_activation": True, "offload_modules": list(names)})
+            check_moved(handle.stats)
     assert expected[0] != expected[-1], "nothing was learned"
-    wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(expected, got, strict=True)]
-    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    check_bits(expected, got)
 
 
 def _kernels_of_apex(settings: dict[str, Any]) -> AbstractContextManager[object]:
     """Where megatron-core's own linear layers ask for them and apex is not installed, a function of the tests."""
     if not settings.get("gradient_accumulation_fusion") or find_spec("fused_weight_gradient_mlp_cuda"):
         return nullcontext()
-    from tests.dist.test_fused_wgrad import kernels
+    from tests.dist.test_weights import kernels
 
     return kernels()
 
 
-def _train_with_offload(names: Sequence[str], settings: dict[str, Any]) -> list[dict[str, str]]:
-    from megatron_patches import apply
-    from offload_engine import FixedBounds, OffloadConfig
-
-    # Released as soon as they are copied: so few bytes would stay otherwise, and none come back.
-    with apply(OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0))) as handle:
-        got = _train({**settings, "offload_activation": True, "offload_modules": list(names)})
-        stats = handle.stats
-        assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes
-        assert stats.num_storages_left == 0
-    return got
-
-
 def _train(settings: dict[str, Any]) -> list[dict[str, str]]:
-    from tests.dist.tiny import fingerprint
     from tests.dist.training import train
-    from tests.gpu.small_gpt import make_chunks, make_config, run
+    from tests.gpu.small_gpt import fingerprint_of_step, make_chunks, make_config
 
     config = make_config(**settings)
     num_microbatches = 2 * config.pipeline_model_parallel_size
-    return train(config, make_chunks(config), lambda chunks: fingerprint(chunks, run(chunks, num_microbatches)))
+    return train(config, make_chunks(config), lambda chunks: fingerprint_of_step(chunks, num_microbatches))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_patches._model.modules import MODULES
-from tests.gpu.parity import deterministic_algorithms, run_twice
+from tests.dist.settings import full, is_refused, leaves, selective
+from tests.gpu.parity import RELEASED_AT_ONCE, Bits, deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 
 NUM_LAYERS = 4  # the last groups of a name stay, if they are in one of the last two
@@ -50,68 +51,41 @@ MODELS: dict[str, dict[str, Any]] = {
 
 MAMBA: dict[str, Any] = {**MODELS["hybrid"], "mamba_num_heads": 8}
 
-SELECTIVE: dict[str, dict[str, Any]] = {
-    "core_attn": MIXED,
-    "layernorm": MIXED,
-    "mlp": MIXED,
-    "moe": MIXED,
-    "shared_experts": SHARED,
-    "moe_act": SHARED,
-    "mla_up_proj": {**MIXED, **LATENT},
-}
-
-FULL: dict[str, dict[str, Any]] = {
-    "uniform": {"recompute_method": "uniform", "recompute_num_layers": 1},
-    "block": {"recompute_method": "block", "recompute_num_layers": 2},
-}
+needs_mamba = pytest.mark.skipif(
+    not find_spec("mamba_ssm"),
+    reason="needs mamba_ssm and causal_conv1d, which are not installed: pip install 'mamba-ssm[causal-conv1d]'",
+)
+RECOMPUTED = [
+    *(pytest.param(selective(module, **MIXED), id=module) for module in ("core_attn", "layernorm", "mlp", "moe")),
+    *(pytest.param(selective(module, **SHARED), id=module) for module in ("shared_experts", "moe_act")),
+    pytest.param(selective("mla_up_proj", **MIXED, **LATENT), id="mla_up_proj"),
+    pytest.param(selective("core_attn", "layernorm", "shared_experts", "moe_act", **SHARED), id="several"),
+    *(
+        pytest.param(full(number, method, **MIXED, **fp8), id=f"full, {method}, {'FP8' if fp8 else 'bf16'}")
+        for number, method in ((1, "uniform"), (2, "block"))
+        for fp8 in ({}, FP8)  # there TransformerEngine's function recomputes the layers
+    ),
+    pytest.param(full(**MAMBA), id="full, Mamba layers", marks=needs_mamba),
+]
 
 
 def test_no_name_is_left_out(ranks_of: Callable[[int], GpuRanks]) -> None:
-    """But those of Mamba layers, which have a test of their own, and of layers that only megatron-core 0.20 has."""
+    """But those of Mamba layers, whose kernels may be missing, and of layers that only megatron-core 0.20 has."""
     models = [settings for model, settings in MODELS.items() if model != "hybrid"]  # it has no name of its own
     (names,) = ranks_of(1).run(_names_of_all, models)
     assert names == {row.name for row in MODULES if not row.name.startswith("mamba_")} - {"gdp_qkv"}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, pytest.param("Mamba", marks=needs_mamba)])
 def test_each_name_alone_and_all_together(model: str, ranks_of: Callable[[int], GpuRanks]) -> None:
     if model == "hybrid" and not find_spec("megatron.core.models.hybrid"):
         pytest.skip("needs HybridModel: runs with megatron-core 0.19")
-    ranks_of(1).run(_check_each_name, MODELS[model])
+    ranks_of(1).run(_check_each_name, {**MODELS, "Mamba": MAMBA}[model])
 
 
-@pytest.mark.parametrize("module", SELECTIVE)
-def test_selective_recomputation(module: str, ranks_of: Callable[[int], GpuRanks]) -> None:
-    recompute = {"recompute_granularity": "selective", "recompute_modules": [module]}
-    ranks_of(1).run(_check_together, {**SELECTIVE[module], **recompute})
-
-
-def test_all_selective_recomputation_at_once(ranks_of: Callable[[int], GpuRanks]) -> None:
-    modules = ["core_attn", "layernorm", "shared_experts", "moe_act"]
-    ranks_of(1).run(_check_together, {**SHARED, "recompute_granularity": "selective", "recompute_modules": modules})
-
-
-@pytest.mark.parametrize("fp8", [{}, FP8], ids=["bf16", "FP8"])
-@pytest.mark.parametrize("method", FULL)
-def test_full_recomputation(method: str, fp8: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
-    """In FP8 the layers are recomputed by TransformerEngine's function."""
-    ranks_of(1).run(_check_together, {**MIXED, **FULL[method], **fp8, "recompute_granularity": "full"})
-
-
-needs_mamba = pytest.mark.skipif(
-    not (find_spec("mamba_ssm") and find_spec("causal_conv1d")),
-    reason="needs mamba_ssm and causal_conv1d, which are not both installed: pip install 'mamba-ssm[causal-conv1d]'",
-)
-
-
-@needs_mamba
-def test_mamba_layers(ranks_of: Callable[[int], GpuRanks]) -> None:
-    ranks_of(1).run(_check_each_name, MAMBA)
-
-
-@needs_mamba
-def test_full_recomputation_of_mamba_layers(ranks_of: Callable[[int], GpuRanks]) -> None:
-    ranks_of(1).run(_check_together, {**MAMBA, **FULL["uniform"], "recompute_granularity": "full"})
+@pytest.mark.parametrize("settings", RECOMPUTED)
+def test_recomputation(settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
+    ranks_of(1).run(_check_together, settings)
 
 
 def _names_of_all(models: Sequence[dict[str, Any]]) -> set[str]:
@@ -121,7 +95,6 @@ def _names_of_all(models: Sequence[dict[str, Any]]) -> set[str]:
 def _names(settings: dict[str, Any]) -> list[str]:
     """List names that such a model has and that do not conflict with its recomputation."""
     from megatron_patches._model.sites import own_norms, survey
-    from tests.dist.settings import is_refused
 
     config, chunks = _make(settings)
     sites, norms = survey(chunks).sites, own_norms(chunks)
@@ -142,21 +115,17 @@ def _check_together(settings: dict[str, Any]) -> None:
 
 
 def _together(names: list[str]) -> list[list[str]]:
-    from tests.dist.settings import leaves
-
     return [names] if leaves(names) in (names, []) else [names, leaves(names)]
 
 
 def _check(settings: dict[str, Any], each: Sequence[list[str]]) -> None:
     from megatron_patches import apply
-    from offload_engine import FixedBounds, OffloadConfig
 
     wrong = {}
     with deterministic_algorithms(warn_only=True):
         expected = run_twice(lambda: _two_steps(_make(settings)[1]), eq)
         for names in each:
-            # Released as soon as they are copied: so few bytes would stay otherwise, and none come back.
-            with apply(OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0))) as handle:
+            with apply(RELEASED_AT_ONCE) as handle:
                 _, chunks = _make({**settings, "offload_activation": True, "offload_modules": names})
                 got = _two_steps(chunks)
                 stats = handle.stats  # gone with the chunks
@@ -168,12 +137,11 @@ def _check(settings: dict[str, Any], each: Sequence[list[str]]) -> None:
     assert not wrong, f"steps differ from those without offload: {wrong}"
 
 
-def _two_steps(chunks: list[Any]) -> list[dict[str, str]]:
+def _two_steps(chunks: list[Any]) -> Bits:
     """Without an optimizer: the second plans with what the first has seen."""
-    from tests.dist.tiny import fingerprint
-    from tests.gpu.small_gpt import run
+    from tests.gpu.small_gpt import fingerprint_of_step
 
-    return [fingerprint(chunks, run(chunks, NUM_MICROBATCHES)) for _ in range(2)]
+    return [fingerprint_of_step(chunks, NUM_MICROBATCHES) for _ in range(2)]
 
 
 def _make(settings: dict[str, Any]) -> tuple[Any, list[Any]]:

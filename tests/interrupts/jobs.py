@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -152,7 +153,20 @@ class ByHand(Job):
         return y.sum()
 
 
-class Layers(Job):
+class OfModel(Job):
+    """A forward of the model inside a region, and its backward."""
+
+    region: AbstractContextManager[object] = nullcontext()
+    """Where there is an engine, of the front-end."""
+
+    def train(self) -> torch.Tensor:
+        with self.region:
+            loss: torch.Tensor = self.model(self.x).sum()
+        loss.backward()
+        return loss
+
+
+class Layers(OfModel):
     """`enable_activation_offloading`."""
 
     policy: PolicySettings | None = ResidentLayers()
@@ -162,11 +176,6 @@ class Layers(Job):
         if self.engine is not None:
             layers = find_layers(self.model, list(self.model.blocks))
             self._handle = LayerOffload(self.model, layers, self.engine, self.enable_ckpt)
-
-    def train(self) -> torch.Tensor:
-        loss = self.model(self.x).sum()
-        loss.backward()
-        return loss
 
     def close(self) -> None:
         if self.engine is not None:
@@ -179,27 +188,19 @@ class CheckpointedLayers(Layers):
     enable_ckpt = True
 
 
-class Managed(Job):
+class Managed(OfModel):
     """`manage_activations` around the forward."""
 
     def start(self) -> None:
-        self._activations = manage_activations(self.model, group_bytes=1000, engine=self.engine)
-
-    def train(self) -> torch.Tensor:
-        if self.engine is None:
-            loss = self.model(self.x).sum()
-        else:
-            with self._activations:
-                loss = self.model(self.x).sum()
-        loss.backward()
-        return loss
+        if self.engine is not None:
+            self.region = self._activations = manage_activations(self.model, group_bytes=1000, engine=self.engine)
 
     def close(self) -> None:
         if self.engine is not None:
             self._activations.close()
 
 
-class Wrapped(Layers):
+class Wrapped(OfModel):
     """`offload_wrapper`."""
 
     policy = GroupWindow(2)
@@ -214,24 +215,16 @@ class Wrapped(Layers):
             handle.remove()
 
 
-class Checkpointed(Job):
+class Checkpointed(OfModel):
     """`checkpoint` inside a `CheckpointOffload`."""
 
     policy = GroupWindow(2)
 
     def start(self) -> None:
-        self.model.checkpoint = torch_checkpoint if self.engine is None else offloaded_checkpoint
+        self.model.checkpoint = torch_checkpoint
         if self.engine is not None:
-            self._offload = CheckpointOffload(engine=self.engine)
-
-    def train(self) -> torch.Tensor:
-        if self.engine is None:
-            loss = self.model(self.x).sum()
-        else:
-            with self._offload:
-                loss = self.model(self.x).sum()
-        loss.backward()
-        return loss
+            self.model.checkpoint = offloaded_checkpoint
+            self.region = self._offload = CheckpointOffload(engine=self.engine)
 
     def close(self) -> None:
         if self.engine is not None:

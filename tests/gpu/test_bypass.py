@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of what TransformerEngine's linear layer of all experts saves, the engine packs the input alone; quantised, all."""
+"""What bypasses the engine, with TransformerEngine's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,27 @@ import pytest
 from offload_engine import IS_COMPILED
 from tests.gpu.ranks import GpuRanks
 
-pytestmark = pytest.mark.skipif(IS_COMPILED, reason="counts by replacing a method, which compiled classes refuse")
+pytestmark = pytest.mark.skipif(IS_COMPILED, reason="counts by replacing methods, which compiled classes refuse")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_moe_experts": 4}, {"qk_layernorm": True}], ids=["dense", "experts", "norms of query and key"]
+)
+def test_tensors_that_bypass_the_engine_are_in_no_group(
+    settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
+) -> None:
+    (num_passed,) = ranks_of(1).run(_count_passing, settings)
+    assert num_passed > 0
+
+
+def _count_passing(settings: dict[str, Any]) -> int:
+    from tests.dist.saved_storages import num_passing
+    from tests.gpu.small_gpt import make_chunks, make_config, run
+
+    return num_passing(lambda offload: run(make_chunks(make_config(**settings, **offload)), 2))
+
+
+# -- of what the linear layer of all experts saves, the engine packs the input alone; quantised, all -------------------
 
 NUM_EXPERTS = 4
 

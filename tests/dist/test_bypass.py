@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of what the linear layer of all experts saves, the engine takes the input, once."""
+"""What bypasses the engine: modules that share no tensor with a group, and weights of grouped experts.
+
+Of what the linear layer of all experts saves, the engine takes the input, once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +19,81 @@ import pytest
 import torch
 
 from megatron_patches import apply
-from megatron_patches._hooks.attach import Attachment
 from megatron_patches._model import experts
-from offload_engine import OffloadEngine
 from tests.dist.launch import Pipeline, on_ranks
-from tests.dist.models import GroupedLinear, GroupedProduct
-from tests.dist.saved_storages import innermost_hooks
-from tests.dist.test_unshared import WAYS
+from tests.dist.models import LATENT, GroupedLinear, GroupedProduct
+from tests.dist.saved_storages import innermost_hooks, num_passing
+from tests.dist.settings import OVERLAP, selective
 from tests.dist.tiny import ALL, make_chunks, make_config, run
 from tests.lookups import import_or_skip
+
+WAYS = pytest.mark.parametrize(
+    ("settings", "shape"),
+    [pytest.param({}, Pipeline(), id="called"), pytest.param(OVERLAP, Pipeline(expert=2), id="as nodes of a plan")],
+)
+PACKED = {
+    "qkv_linear": {"linear_qkv", "final_layernorm"},
+    "router_fc2": {"experts", "linear_fc2", "final_layernorm"},
+    "dispatched_tokens": {"router", "experts", "linear_fc1", "final_layernorm"},
+    "mlp_norm": {"router", "experts", "final_layernorm"},
+}
+"""Name -> the modules in which hooks pack what is saved, of those that are watched."""
+WATCHED = ("linear_qkv", "core_attention", "router", "experts", "linear_fc1", "linear_fc2", "final_layernorm")
+
+
+@WAYS
+@on_ranks()
+def test_modules_in_which_hooks_pack(settings: dict[str, Any], shape: Pipeline) -> None:
+    for name, packed in PACKED.items():
+        seen = defaultdict[str, set[bool]](set)
+
+        def watch(what: str, module: Any, seen: Any) -> None:
+            forward = module.forward
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                    seen[what].add(innermost_hooks(True) is not None)
+                return forward(*args, **kwargs)
+
+            module.forward = noted
+
+        with apply(ALL, modules=[name]):
+            chunks = make_chunks(make_config("moe", torch.bfloat16, **settings))
+            for path, module in chunks[0].named_modules():
+                what = path.rpartition(".")[2]
+                if what in WATCHED:
+                    watch(what, module, seen)
+            run(chunks, 2)
+        assert seen == {what: {what in packed} for what in WATCHED}, name
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {"qk_layernorm": True}),
+    "shared experts": ("mixed", {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 32}),
+    "latent attention": ("moe", LATENT),
+    "further tokens": ("moe", {"mtp_num_layers": 1}),
+    "recomputed": (
+        "mixed",
+        selective("core_attn", "mlp", moe_layer_freq=[0, 1]),
+    ),
+}
+
+
+@WAYS
+@on_ranks()
+def test_tensors_that_bypass_the_engine_are_in_no_group(settings: dict[str, Any], shape: Pipeline) -> None:
+    """Each name alone: were it otherwise, the group would free nothing, or bytes that are still read."""
+    for model in ("shared experts", "latent attention") if settings else MODELS:
+        kind, own = MODELS[model]
+        more = {**own, **settings, "num_layers": 2}
+
+        def train(offload: dict[str, Any], kind: str = kind, more: dict[str, Any] = more) -> None:
+            run(make_chunks(make_config(kind, torch.bfloat16, **more, **offload)), 1)
+
+        assert num_passing(train) > 0, model
+
+
+# -- linear layers of all experts --------------------------------------------------------------------------------------
 
 
 @WAYS
@@ -89,41 +159,6 @@ def test_one_that_raises_is_left_as_it_was(names: list[str], settings: dict[str,
             assert run(chunks, 2) == expected
 
 
-class Nested(GroupedLinear):
-    """Calls another of its kind, before or behind what it saves itself."""
-
-    def __init__(self, first: str) -> None:
-        super().__init__(2, 8, 8, init_method=torch.nn.init.ones_)
-        self.inner = GroupedLinear(2, 8, 8, init_method=torch.nn.init.ones_)
-        self.first = first
-
-    def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
-        if self.first == "inner":
-            tokens = self.inner(tokens, counts)[0]
-        out = super().forward(tokens, counts)[0]
-        if self.first == "outer":
-            out = self.inner(out, counts)[0]
-            assert innermost_hooks(True) is None
-        return out, None
-
-    forward.__module__ = GroupedLinear.forward.__module__
-
-
-@pytest.mark.parametrize("first", ["inner", "outer"])
-def test_one_inside_another(first: str) -> None:
-    """The pause of the outer one lasts until that returns."""
-    outer = Nested(first)
-    x = torch.ones(4, 8, requires_grad=True)
-    plain = torch.autograd.grad(outer(x * 1, [2, 2])[0].sum(), x)[0]
-    attachment = Attachment(OffloadEngine(ALL), [outer], ())
-    with attachment.engine.iteration():
-        out = outer(x * 1, [2, 2])[0]
-        assert innermost_hooks(True) is None
-        assert not any(linear.save_original_input for linear in (outer, outer.inner))
-        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], plain)
-    attachment.close()
-
-
 class Others(GroupedLinear):
     """Saves more behind what its base saves."""
 
@@ -151,16 +186,14 @@ class Forwarding(torch.nn.Module):
     forward.__module__ = GroupedLinear.forward.__module__
 
 
-@on_ranks()
+def _linear(kind: type[GroupedLinear] = GroupedLinear) -> Any:
+    return kind(2, 4, 4, init_method=torch.nn.init.ones_)
+
+
 def test_of_other_classes_nothing_is_known() -> None:
-    plain = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
-    others = Others(2, 4, 4, init_method=torch.nn.init.ones_)
+    plain, others = _linear(), _linear(Others)
     found = [*experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
     assert found == [plain]
-
-
-def _linear() -> Any:
-    return GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
 
 
 ARGS = (torch.ones(4, 4), [2, 2])
