@@ -50,6 +50,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--group-query-attention needs --num-query-groups")
     if args.moe_layer_freq is not None and args.num_moe_experts is None:
         raise ValueError("--moe-layer-freq needs --num-experts")
+    if args.num_moe_experts is not None and args.moe_router_topk > args.num_moe_experts:
+        raise ValueError(f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_moe_experts}")
     if args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     decay_iters = args.lr_decay_iters or args.train_iters
