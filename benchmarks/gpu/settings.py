@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--memory-plot", output_file, None, "picture of memory over one step of each contender, rank 0"),
         ("--trade-plot", output_file, None, "picture of tokens a second over peak reserved memory"),
         ("--memory-history", output_file, None, "the allocator's history over one step, for pytorch.org/memory_viz"),
-        ("--profile", output_file, None, "chrome trace of one step, rank 0; run.py trace_waits reads it"),
+        ("--profile", output_file, None, "chrome trace of one step, rank 0, for ui.perfetto.dev"),
         ("--profile-contender", words, ("ours",), "of --profile; with several, each has a file with its name"),
     )
     return parser
