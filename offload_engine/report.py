@@ -43,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m offload_engine.report", description="Read recorded steps.")
+    parser = argparse.ArgumentParser(
+        prog="python -m offload_engine.report",
+        description="Shows what recorded steps moved, kept and waited for; without an option in tables.",
+    )
     parser.add_argument("files", nargs="+", metavar="FILE", help="written by a recording; .gz if compressed")
-    parser.add_argument("--rank", type=int, help="only of this rank")
+    parser.add_argument("--rank", type=int, metavar="R", help="only the steps of this rank")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument(
         "--why",

@@ -30,7 +30,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all flags of the trainer."""
     parser = OneLineParser(
-        description="Pretrains a GPT with megatron-core, on GPUs over NCCL or CPUs over gloo. Start it with torchrun.",
+        description="Pretrains a GPT with megatron-core, on GPUs over NCCL or CPUs over gloo. Start it with torchrun. "
+        "Flags without a description are those of Megatron-LM's own trainer.",
         allow_abbrev=False,
     )
     for add in (_add_model, _add_moe, _add_parallelism, _add_memory, _add_training, _add_data, _add_checkpoints):
