@@ -107,6 +107,10 @@ def as_typed(message: str, words: Iterable[str]) -> str:
 
 def _flags() -> dict[str, str]:
     own = {setting.name: setting.flag for setting in SETTINGS} | {"offload_modules": "--offload-modules"}
-    bare = {name.removeprefix("offload_"): flag for name, flag in own.items() if name.endswith(("_bytes", "_policy"))}
+    bare = {
+        name.removeprefix("offload_"): flag
+        for name, flag in own.items()
+        if name.endswith(("_bytes", "_policy", "_budget"))
+    }
     others = {name: f"--{name.replace('_', '-')}" for name in _OTHERS}
     return own | bare | others

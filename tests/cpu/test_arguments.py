@@ -368,6 +368,7 @@ def test_settings_are_named_as_flags_and_modules_as_typed() -> None:
         "set --offload-activation: --offload-host-limit-bytes 1,024 is below --offload-min-tensor-bytes 2"
     )
     assert as_typed("or set host_policy='keep' to", []) == "or set --offload-host-policy 'keep' to"
+    assert as_typed("gpu_budget is 1 MiB", []) == "--offload-gpu-budget is 1 MiB"
 
 
 def test_under_torchrun_the_line_is_in_the_report_and_the_first_rank_comes_first(

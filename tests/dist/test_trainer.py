@@ -144,7 +144,7 @@ def test_a_resumed_run_repeats_every_bit(directory: Path, num_ranks: int, flags:
     ("flags", "message"),
     [
         ("--data-path nowhere/text", "nowhere/text.bin does not exist"),
-        ("--pipeline-model-parallel-size 2", "1 processes: world_size (1) is not divisible by 2"),
+        ("--pipeline-model-parallel-size 2", "1 processes: --pipeline-model-parallel-size 2 needs a multiple of 2"),
         ("--global-batch-size 3 --micro-batch-size 2", "batch size (3) is not divisible by micro batch size (2)"),
         ("--load nowhere", "there is no checkpoint in nowhere"),
         ("--num-experts 2 --moe-router-topk 4", "--moe-router-topk 4 is more than --num-experts 2"),
