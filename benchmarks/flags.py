@@ -24,8 +24,9 @@ def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]
         if kind is bool:
             parser.add_argument(*names.split(), action="store_true", help=text)
             continue
-        shown = "" if default is None else f" (default {default})"
-        metavar = _METAVARS.get(kind) or ("FILE" if kind in (Path, output_file) else "VALUE")
+        stated = ",".join(default) if isinstance(default, tuple) else default
+        shown = "" if default is None else f" (default {stated})"
+        metavar = _METAVARS.get(kind) or ("FILE" if kind in (Path, output_file, input_file) else "VALUE")
         parser.add_argument(*names.split(), type=kind, default=default, metavar=metavar, help=f"{text}{shown}")
 
 

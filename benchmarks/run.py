@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a benchmark of this folder: `python benchmarks/run.py NAME [OPTIONS]`; `--help` behind the name lists them.
 
-cpu              what an engine costs and saves on a machine without a GPU
+cpu              host time of a group, on a machine without a GPU
 gpu              beside no offload, megatron-core's own and recomputation, on GPUs; torchrun starts several ranks
 frontends        `enable_activation_offloading` and the others beside PyTorch's and other packages' offload
 budget_curve     budgets from the floor to no offload, beside settings made by hand
 recipes          steps as recipes set them up: captured, sharded, recomputing; beside megatron-core's own offload
 affinity         copies, launches and reads on CPUs near the GPU and far from it
-trace_waits      reads traces that `gpu --profile` wrote: where the host waited
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("cpu", "gpu", "frontends", "budget_curve", "recipes", "affinity", "trace_waits")
+NAMES = ("cpu", "gpu", "frontends", "budget_curve", "recipes", "affinity")
 
 
 def main() -> int:

@@ -45,8 +45,9 @@ def main() -> None:
     mesh = distributed.init_device_mesh(device.type, (world_size,))
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    handle = None
     if not args.no_offload:  # the tensors of this model are below the default of 1 MiB
-        enable_activation_offloading(
+        handle = enable_activation_offloading(
             model, enable_ckpt=args.checkpoint, config=OffloadConfig(min_tensor_bytes=64 << 10)
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -58,6 +59,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         steps.write(f"rank {rank}: loss {loss.item():.6f}")
+    if handle is not None:
+        logging.info("%s", handle)
     distributed.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/with_pipelining.py --schedule DualPipeV
 """
 
 import argparse
+import os
 from contextlib import nullcontext
 from pydoc_data import topics  # documentation that every CPython carries
 
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--no-offload", action="store_true", help="to compare: the losses are equal to the last bit")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: a pipeline has several processes")
     dist.init_process_group()
     device = torch.device(f"cuda:{dist.get_node_local_rank()}" if torch.cuda.is_available() else "cpu")
     torch.set_default_device(device)

@@ -24,6 +24,7 @@ from megatron_patches._runtime import ModelRuntime
 from megatron_patches._take_over import TakeOver
 from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig, OffloadError
+from offload_engine.output import write_out
 from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
 from offload_engine.sizes import parse_size
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _make_parser()
     args = parser.parse_args(own)
     if args.list_modules:
-        print(module_table())
+        write_out(f"{module_table()}\n")
         return
     if args.check is not None:
         sys.exit(_check(args.check))
@@ -144,7 +145,7 @@ def _check(how: str) -> int:
         except (PatchError, OSError) as error:
             end_run(PROGRAM, str(error))
     findings = check_rows(rows, version, read_known())
-    print(table_of(findings, version, os.path.dirname(megatron.core.__file__)))
+    write_out(f"{table_of(findings, version, os.path.dirname(megatron.core.__file__))}\n")
     return int(any(finding.state.breaks for finding in findings))
 
 

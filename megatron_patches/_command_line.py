@@ -55,7 +55,7 @@ class OneLineParser(argparse.ArgumentParser):
         if written in known:
             return f"it is written {written}"
         if written in _ELSEWHERE:
-            return f"{flag} is {_ELSEWHERE[written]} here"
+            return f"here {flag} is {_ELSEWHERE[written]}"
         nearest = get_close_matches(written, known, n=1)
         return f"did you mean {nearest[0]}?" if nearest else ""
 
@@ -107,6 +107,10 @@ def as_typed(message: str, words: Iterable[str]) -> str:
 
 def _flags() -> dict[str, str]:
     own = {setting.name: setting.flag for setting in SETTINGS} | {"offload_modules": "--offload-modules"}
-    bare = {name.removeprefix("offload_"): flag for name, flag in own.items() if name.endswith("_bytes")}
+    bare = {
+        name.removeprefix("offload_"): flag
+        for name, flag in own.items()
+        if name.endswith(("_bytes", "_policy", "_budget"))
+    }
     others = {name: f"--{name.replace('_', '-')}" for name in _OTHERS}
     return own | bare | others

@@ -34,6 +34,8 @@ class Setting(NamedTuple):
         how: dict[str, Any] = {"action": switch} if self.parse is None else {"type": self.parse}
         if self.choices is not None:
             how["choices"] = self.choices
+        elif self.parse is not None:
+            how["metavar"] = _METAVARS[self.parse]
         return {"dest": self.name, "default": self.default, "help": self.help, **how}
 
     def definition(self) -> tuple[str, Any, Any]:
@@ -66,6 +68,9 @@ def _count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers: give at least 1")
 
 
+_METAVARS: dict[Callable[[str], Any], str] = {
+    **{_size: "SIZE", _budget: "SIZE", thresholds_flag: "SIZE", _fraction: "SHARE", _count: "N", str: "PATH"},
+}
 # Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
 _AS_SIZES = " (a size, such as 64MiB)"
 _SIZE = Optional[int]  # noqa: UP045
@@ -85,8 +90,8 @@ SETTINGS = (
         "offload_min_tensor_bytes",
         _TEXT,
         None,
-        f"Storages smaller than this stay on the device{_AS_SIZES}; NAME=SIZE for the storages of one name, several "
-        "with commas: 1MiB,moe_act=350MB. Default: 1 MiB.",
+        f"Saved tensors smaller than this stay on the device{_AS_SIZES}; NAME=SIZE for those of one of "
+        "--offload-modules, several with commas: 1MiB,moe_act=350MB. Default: 1 MiB.",
         thresholds_flag,
     ),
     Setting(
@@ -101,8 +106,8 @@ SETTINGS = (
         "offload_rank_delta_bytes",
         _SIZE,
         None,
-        f"Pipeline rank r keeps at least r times this many saved bytes on the device{_AS_SIZES}. From the second step "
-        "on. Default: 0.",
+        f"Pipeline rank r keeps at least r times this many saved bytes on the device{_AS_SIZES}: later ranks hold "
+        "fewer microbatches, and have room. From the second step on. Default: 0.",
         _size,
     ),
     Setting(
@@ -133,7 +138,8 @@ SETTINGS = (
         "offload_horizon_bytes",
         _SIZE,
         None,
-        f"How many bytes may be copied in ahead of their use{_AS_SIZES}. Default: twice the largest group.",
+        f"How many bytes may be copied back to the device ahead of their use{_AS_SIZES}. Default: twice the "
+        "largest group.",
         _size,
     ),
     Setting(
@@ -141,14 +147,15 @@ SETTINGS = (
         _SIZE,
         None,
         f"A budget: how many saved bytes of the modules may be on the device at once{_AS_SIZES}; what fits stays. "
-        "Excludes the horizon and the bytes in flight. Without it everything leaves as soon as it can. Default: none.",
+        "Without it everything leaves as soon as it can. Not with --offload-horizon-bytes or "
+        "--offload-max-inflight-bytes. Default: none.",
         _size,
     ),
     Setting(
         "offload_max_inflight_bytes",
         _SIZE,
         None,
-        f"How many bytes of copy-out may be in flight before compute waits{_AS_SIZES}. If the link is the "
+        f"How many bytes may be on their way to host memory before compute waits{_AS_SIZES}. If the link is the "
         "bottleneck, a larger one makes steps shorter and the peak higher. Default: twice the largest group, or less.",
         _size,
     ),
@@ -158,9 +165,9 @@ SETTINGS = (
         None,
         "What the process may hold on its GPU, CUDA context included (a size, such as 60GiB, a share as 90%%, or auto, "
         "which is all there is but a margin). The engine measures a few steps and keeps what fits; the rest moves. It "
-        "switches the offload on, of all names that the model has unless --offload-modules names some. Excludes the "
-        "budget for saved bytes, the horizon and the bytes in flight. Without a GPU: bytes of saved tensors in groups. "
-        "Default: none.",
+        "switches the offload on, of all names that the model has unless --offload-modules names some. Not with "
+        "--offload-resident-bytes, --offload-horizon-bytes or --offload-max-inflight-bytes. Without a GPU: bytes of "
+        "saved tensors in groups. Default: none.",
         _budget,
     ),
     Setting(
@@ -223,7 +230,7 @@ SETTINGS = (
         False,
         "Bind each process to the CPUs of its GPU's memory node, before it pins host memory.",
     ),
-    Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
+    Setting("offload_dry_run", bool, False, "Move nothing, and count what would be moved."),
 )
 BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each selects a policy, see `policy_for`
 SIZES = tuple(s.name for s in SETTINGS if s.parse is _size)

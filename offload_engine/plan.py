@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload_engine.output import write_out
 from offload_engine.rehearsal.failures import RehearsalError
 from offload_engine.rehearsal.model import NUM_WAYS, ModelRehearsal
 from offload_engine.rehearsal.options import add_hardware_options, budget_on, hardware_of, positive
@@ -56,7 +57,7 @@ def _answer(options: argparse.Namespace) -> None:
     )
     with Progress(NUM_WAYS, sys.stderr) as progress:
         forecast = rehearsal.forecast(options.batch_size * options.seq_length, progress.advance)
-    sys.stdout.write(forecast_text(forecast, _NOTES))
+    write_out(forecast_text(forecast, _NOTES))
     if options.plan_plot:
         draw_forecast(forecast, options.plan_plot)
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from offload_engine._observe.chrome_trace import merge, read_records
 from offload_engine._observe.record import StepRecord
 from offload_engine._observe.report import moves_text, report_table, why_text
+from offload_engine.output import write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check(parser, options)
     try:
         if options.merge is not None:
-            sys.stdout.write(f"{merge(options.files, options.merge)}\n")
+            write_out(f"{merge(options.files, options.merge)}\n")
             return 0
         records = [record for file in options.files for record in read_records(file)]
         text = _answer(records, options)
@@ -37,14 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(text)
+    write_out(text)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m offload_engine.report", description="Read recorded steps.")
+    parser = argparse.ArgumentParser(
+        prog="python -m offload_engine.report",
+        description="Shows what recorded steps moved, kept and waited for; without an option in tables.",
+    )
     parser.add_argument("files", nargs="+", metavar="FILE", help="written by a recording; .gz if compressed")
-    parser.add_argument("--rank", type=int, help="only of this rank")
+    parser.add_argument("--rank", type=int, metavar="R", help="only the steps of this rank")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument(
         "--why",

@@ -20,11 +20,11 @@ MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
 ONCE = {
     f"test_{name}"
     for name in (
-        "adversarial_device bench_frontends bench_gpu bench_recipes budget_corrections budget_curve budget_hold "
-        "byte_sizes compat config device_choice ended_processes examples frontend_examples graph_check "
-        "hardware host_memory imports mutation_check observe_labels observe_observer observe_report observe_trace "
-        "package pinned plan plan_command planner prepare_text rank_reports readme show_plan simulate sizes smp soak "
-        "slurm_script tools trace_waits verifier other_trainers mistakes_of_flags"
+        "adversarial_device affinity bench_frontends bench_gpu bench_recipes budget_corrections budget_curve "
+        "budget_hold byte_sizes compat config device_choice ended_processes examples frontend_examples graph_check "
+        "hardware host_memory imports mutation_check node_share observe_labels observe_observer observe_report "
+        "observe_trace output package pinned plan plan_command planner prepare_text rank_reports readme show_plan "
+        "simulate sizes smp soak slurm_script tools verifier other_trainers mistakes_of_flags"
     ).split()
 }
 # The tests of tests/dist whose subject differs by versions of megatron-core, by the beginnings of their names: its

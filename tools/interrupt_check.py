@@ -36,10 +36,12 @@ from tests.interrupts.trials import EXPECTED, PLACES, Trial  # noqa: E402
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=5000, help="how many trials")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("--batch", type=int, default=100, help="trials of one process")
-    parser.add_argument("-j", "--jobs", type=int, default=1, help="how many processes run at once")
+    parser.add_argument("--num", type=int, default=5000, help="how many trials (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=100, help="trials of one process (default: %(default)s)")
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=1, help="how many processes run at once (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     end = options.first + options.num
     batches = [(first, min(first + options.batch, end)) for first in range(options.first, end, options.batch)]

@@ -269,13 +269,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the mutations and stop")
     parser.add_argument("--all", action="store_true", help="check every mutation")
-    parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help="check the first N")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the decisions")
+    parser.add_argument(
+        "--sample", type=int, default=SAMPLE, metavar="N", help="check the first N (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="draws the order of the decisions (default: %(default)s)")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="check these mutations, by their number")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start none later than this")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no mutation later than this")
     parser.add_argument("--results", type=Path, metavar="FILE", help="read, and append each outcome, as lines of JSON")
-    parser.add_argument("--record", type=Path, default=RECORD, metavar="FILE", help="of which tests run which lines")
-    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="how many run at once")
+    parser.add_argument(
+        "--record", type=Path, default=RECORD, metavar="FILE", help="where it is kept which tests run which lines"
+    )
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=os.cpu_count() or 1, help="how many run at once (default: one for each core)"
+    )
     return parser.parse_args(arguments)
 
 

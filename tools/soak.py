@@ -49,8 +49,11 @@ TOLERANCE = Sample(resident_mib=8, files=0, threads=0, slab_kib=0, objects=200)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="of each front-end, at least 16")
-    parser.add_argument("--front-end", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="steps of each front-end, at least 16 (default: %(default)s)"
+    )
+    names = f"which of {', '.join(JOBS)} (default: all)"
+    parser.add_argument("--front-end", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME", help=names)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     table = Table("front-end", *(f"{name}: before, after" for name in Sample._fields), "grows")

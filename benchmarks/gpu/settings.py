@@ -68,6 +68,15 @@ class Shape:
         return self.seq * self.mbs * self.hidden * BF16_BYTES
 
 
+_FIELDS = {
+    **{"layers": "layers of the model", "hidden": "hidden size", "ffn": "that inside a dense MLP"},
+    **{"heads": "attention heads", "seq": "tokens of a sequence", "mbs": "sequences of a microbatch"},
+    **{"nmb": "microbatches of a step", "experts": "experts of a layer, 0: dense", "topk": "experts of a token"},
+    **{"moeffn": "hidden size inside an expert", "pp": "pipeline stages", "vpp": "virtual stages of each, 0: none"},
+    **{"ep": "ranks over which experts are spread", "vocab": "size of the vocabulary"},
+}
+
+
 @dataclass(frozen=True)
 class Setup:
     """A preset: how many GPUs, which model, which modules."""
@@ -233,11 +242,13 @@ def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Ours, no offload, megatron-core's own offload and its full recomputation, interleaved, on GPUs."
+    what = "This engine, no offload, megatron-core's own and its full recomputation, in turns, on GPUs."
     parser = new_parser("gpu", what)
     presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
     parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
-    add_flags(parser, *((f"--{f.name}", int, None, "instead of the preset's") for f in dataclasses.fields(Shape)))
+    add_flags(
+        parser, *((f"--{name}", int, None, f"{what}; of the setup unless given") for name, what in _FIELDS.items())
+    )
     modules = "to offload; if repeated, ours and the incumbent run once for each set. After a plus: to recompute "
     modules += f"({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine"
     parser.add_argument("--modules", action="append", metavar="A,B[+C,D][@E=F]", help=modules)
@@ -273,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--memory-plot", output_file, None, "picture of memory over one step of each contender, rank 0"),
         ("--trade-plot", output_file, None, "picture of tokens a second over peak reserved memory"),
         ("--memory-history", output_file, None, "the allocator's history over one step, for pytorch.org/memory_viz"),
-        ("--profile", output_file, None, "chrome trace of one step, rank 0; run.py trace_waits reads it"),
+        ("--profile", output_file, None, "chrome trace of one step, rank 0, for ui.perfetto.dev"),
         ("--profile-contender", words, ("ours",), "of --profile; with several, each has a file with its name"),
     )
     return parser

@@ -30,7 +30,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all flags of the trainer."""
     parser = OneLineParser(
-        description="Pretrains a GPT with megatron-core, on GPUs over NCCL or CPUs over gloo. Start it with torchrun.",
+        description="Pretrains a GPT with megatron-core, on GPUs over NCCL or CPUs over gloo. Start it with torchrun. "
+        "Flags without a description are those of Megatron-LM's own trainer.",
         allow_abbrev=False,
     )
     for add in (_add_model, _add_moe, _add_parallelism, _add_memory, _add_training, _add_data, _add_checkpoints):
@@ -50,6 +51,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--group-query-attention needs --num-query-groups")
     if args.moe_layer_freq is not None and args.num_moe_experts is None:
         raise ValueError("--moe-layer-freq needs --num-experts")
+    if args.num_moe_experts is not None and args.moe_router_topk > args.num_moe_experts:
+        raise ValueError(f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_moe_experts}")
     if args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     decay_iters = args.lr_decay_iters or args.train_iters

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -87,6 +88,11 @@ def _init_processes() -> torch.device:
 
 
 def _init_groups(args: argparse.Namespace) -> None:
+    flags = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = {f"--{name.replace('_', '-')}": getattr(args, name) for name in flags}
+    if dist.get_world_size() % math.prod(sizes.values()):
+        given = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        raise RuntimeError(f"{given} needs a multiple of {math.prod(sizes.values())}; torchrun has --nproc-per-node")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

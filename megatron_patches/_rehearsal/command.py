@@ -12,6 +12,7 @@ from megatron_patches._model.gpu_budget import checked
 from megatron_patches._rehearsal.forecast import NUM_WAYS, forecast_job
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.script import ScriptError, read_job
+from offload_engine.output import write_out
 from offload_engine.planning.hardware import Hardware
 from offload_engine.rehearsal.failures import RehearsalError
 from offload_engine.rehearsal.forecast import Forecast
@@ -33,7 +34,7 @@ def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
         job = read_job(script, hardware.num_gpus * args.nodes, defaults)
         forecast = _forecast(job, hardware, _budget_bytes(args.budget, job, hardware))
-        sys.stdout.write(forecast_text(forecast, _notes(job)))
+        write_out(forecast_text(forecast, _notes(job)))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
     except (ScriptError, RehearsalError, ValueError, OSError, AssertionError, ImportError) as error:

@@ -16,22 +16,23 @@ from offload_engine.sizes import Size, parse_size
 
 def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the machine and the plot."""
-    group = parser.add_argument_group("before the GPU")
+    group = parser.add_argument_group("machine that is planned for")
     group.add_argument(
         "--hardware",
         default="h200",
         metavar="NAME",
-        help="the machine: h200x8 is eight H200 in a host (default: %(default)s)",
+        help="GPUs of a host: h200x8 is eight H200; offload_engine/planning/hardware.toml lists them (default: "
+        "%(default)s)",
     )
     group.add_argument(
-        "--hardware-file", metavar="FILE", help="a table of your own, like planning/hardware.toml (default: none)"
+        "--hardware-file", metavar="FILE", help="a table like that, with machines of your own (default: none)"
     )
     group.add_argument(
         "--recording",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="recorded steps of an earlier run (--offload-trace): the link is as fast as it was there (default: none)",
+        help="recorded steps of an earlier run (--offload-trace), which tell how fast its link was (default: none)",
     )
     group.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of hosts (default: %(default)s)")
     group.add_argument(

@@ -325,9 +325,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--offload-module", "did you mean --offload-modules?"),
         ("--offload_modules", "it is written --offload-modules"),
-        ("--fine-grained-activation-offloading", "is --offload-activation, or --offload-engine"),
-        ("--cpu-offloading-num-layers=3", "--cpu-offloading-num-layers is --offload-num-layers here"),
-        ("--num-layers-per-virtual-pipeline-stage", "is --num-virtual-stages-per-pipeline-rank here"),
+        (
+            "--fine-grained-activation-offloading",
+            "here --fine-grained-activation-offloading is --offload-activation, or",
+        ),
+        ("--cpu-offloading-num-layers=3", "here --cpu-offloading-num-layers is --offload-num-layers"),
+        ("--num-layers-per-virtual-pipeline-stage", "is --num-virtual-stages-per-pipeline-rank"),
     ],
 )
 def test_hints_for_unknown_flags(typed: str, hint: str, alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,6 +367,8 @@ def test_settings_are_named_as_flags_and_modules_as_typed() -> None:
     assert as_typed(text, []) == (
         "set --offload-activation: --offload-host-limit-bytes 1,024 is below --offload-min-tensor-bytes 2"
     )
+    assert as_typed("or set host_policy='keep' to", []) == "or set --offload-host-policy 'keep' to"
+    assert as_typed("gpu_budget is 1 MiB", []) == "--offload-gpu-budget is 1 MiB"
 
 
 def test_under_torchrun_the_line_is_in_the_report_and_the_first_rank_comes_first(

@@ -122,37 +122,3 @@ def test_graphs_that_no_training_step_replays_are_let_be() -> None:
     new.inference_cuda_graph_scope = Inference.layer  # its graphs are replayed in training, too
     with pytest.raises(NotImplementedError, match="local"):
         check_cuda_graphs(new, ["core_attn"])
-
-
-def hooks_of_layers() -> list[Any]:
-    """Run in a process with megatron-core's parallel state: after a step with offload, before a capture."""
-    from megatron.core.transformer.module import GraphableMegatronModule
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megatron_patches import apply
-    from offload_engine import OffloadConfig
-    from tests.dist.tiny import make_chunks, make_config, run
-
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
-        chunks = make_chunks(make_config("moe"))
-        modules = [module for chunk in chunks for module in chunk.modules()]
-        for module in modules:
-            if isinstance(module, GraphableMegatronModule):
-                module.config.cuda_graph_impl = "transformer_engine"
-                module.config.cuda_graph_modules = module.config.cuda_graph_scope = ["moe_router"]
-                module.cuda_graphs = []
-        run(chunks, 2)
-        stats = handle.stats
-        assert stats is not None and stats.copied_in_bytes > 0
-        layers = [module for module in modules if isinstance(module, TransformerLayer)]
-        hooks = [(*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()) for layer in layers]
-        return [repr(of_layer) for of_layer in hooks if of_layer]
-
-
-@pytest.mark.dist
-def test_layers_that_are_captured_get_no_hooks() -> None:
-    """TransformerEngine refuses to capture modules with hooks."""
-    from tests.dist.launch import run_ranks
-
-    (hooks,) = run_ranks(hooks_of_layers)
-    assert hooks == []

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 # What the server imports; the ranks then have it for nothing.
 PRELOAD = ["tests.dist.preload"]
+_EXIT_S = 10.0
 
 
 class Pipeline(NamedTuple):
@@ -105,7 +106,10 @@ def run_ranks(
             writer.close()
             ranks.append((process, reader))
         try:
-            return collect([reader for _, reader in ranks], timeout_s)
+            results = collect([reader for _, reader in ranks], timeout_s)
+            for process, _ in ranks:
+                process.join(_EXIT_S)  # where coverage is measured, it writes its file after the result was sent
+            return results
         finally:
             for process, _ in ranks:
                 process.kill()

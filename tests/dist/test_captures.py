@@ -15,7 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_patches import Handle, apply
 from megatron_patches._rows.registry import Patch, apply_patches
@@ -252,3 +254,20 @@ def test_captured_mamba_layers_without_a_name_stay_beside_attention_that_leaves(
         assert layers.copied_out_bytes == 2 * ACTIVATION_BYTES
         left = [number for number, step in enumerate(layers.steps) if step.copy_outs]
         assert left == [1, 4]  # of six forwards, each second of three
+
+
+@on_ranks()
+def test_layers_that_are_captured_get_no_hooks() -> None:
+    """TransformerEngine refuses to capture modules with hooks."""
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
+        chunks = make_chunks(make_config("moe"))
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        for module in modules:
+            if isinstance(module, GraphableMegatronModule):
+                module.config.cuda_graph_impl = "transformer_engine"
+                module.config.cuda_graph_modules = module.config.cuda_graph_scope = ["moe_router"]
+                module.cuda_graphs = []
+        run(chunks, 2)
+        assert handle.stats is not None and handle.stats.copied_in_bytes > 0
+        layers = [module for module in modules if isinstance(module, TransformerLayer)]
+        assert layers and not any((*layer._forward_pre_hooks, *layer._forward_hooks) for layer in layers)

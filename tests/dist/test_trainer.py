@@ -120,8 +120,10 @@ def test_a_resumed_run_repeats_every_bit(directory: Path, num_ranks: int, flags:
 
 MISTAKES = {
     "--data-path nowhere/text": "nowhere/text.bin does not exist",
-    "--pipeline-model-parallel-size 2": "1 processes: world_size (1) is not divisible by 2",
+    "--pipeline-model-parallel-size 2": "1 processes: --pipeline-model-parallel-size 2 needs a multiple of 2",
+    "--global-batch-size 3 --micro-batch-size 2": "batch size (3) is not divisible by micro batch size (2)",
     "--load nowhere": "there is no checkpoint in nowhere",
+    "--num-experts 2 --moe-router-topk 4": "--moe-router-topk 4 is more than --num-experts 2",
     "--num-layers 2 --load {saved}": "num_layers 4 (now 2)",
     "--offload-dir . --offload-resident-bytes 0": (
         "--offload-resident-bytes, --offload-dir without --offload-activation"
