@@ -66,11 +66,6 @@ class ChunkProgress:
             if self.awaits_tail:
                 self.backward_index += 1
 
-    def reach(self, group: TensorGroup) -> None:
-        """Note that the backward of `group` begins."""
-        if not self.awaits_tail or group.index < self.tail_index:
-            self.backward_index = min(self.backward_index, group.index)
-
     def end_tail(self) -> None:
         """Note that the backward of the tail is over. Idempotent."""
         self.backward_index = min(self.backward_index, self.tail_index)

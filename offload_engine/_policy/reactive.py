@@ -90,7 +90,8 @@ class Reactive(Policy):
     def _begin_backward(self, chunk: ChunkProgress, group: TensorGroup | None) -> Iterator[Move]:
         self._window.begin_backward(chunk)
         if group is not None:
-            chunk.reach(group)
+            if group.index != chunk.tail_index or not chunk.awaits_tail:
+                chunk.backward_index = min(chunk.backward_index, group.index)
             self._horizon.count_reached(group)
             # The backward has overtaken the prefetch: all groups down to this one are late, so issue them together.
             while chunk.prefetch_index >= group.index:
@@ -102,7 +103,7 @@ class Reactive(Policy):
             yield IN, ahead
 
     def _end_backward(self, chunk: ChunkProgress | None) -> Iterable[Move]:
-        if chunk is not None and chunk.awaits_tail:
+        if chunk is not None and chunk.has_tail_end and chunk.awaits_tail:
             chunk.end_tail()
         return self._copy_ins_ahead()
 
