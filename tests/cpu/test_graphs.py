@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._model.graphs import _is_captured, captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
-from megatron_patches._model.modules import MODULES, ModuleRow, Span  # noqa: E402
+from megatron_patches._model.graphs import captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
+from megatron_patches._model.modules import MODULES  # noqa: E402
 
 # As megatron-core keeps what it captures; for inference since 0.19.
 Scope = enum.Enum("Scope", "attn mlp moe moe_router moe_preprocess mamba full_iteration")
@@ -43,13 +43,6 @@ def test_which_modules_are_captured(setting: str, scopes: str, captured: str, fr
     for name in captured.split():
         with pytest.raises(NotImplementedError, match=rf"offload_gpu_budget beside {setting}, which captures '{name}'"):
             check_cuda_graphs(graphs, [*free.split(), name], has_budget=True)
-
-
-@pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
-def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
-    """No name of the table stands for it alone."""
-    row = ModuleRow(name="of the test", saves="", spans=(Span(path),))
-    assert [scope for scope in ("attn", "mlp", "moe") if _is_captured(row, scope)] == ["attn"]
 
 
 def test_layers_are_captured_behind_the_step_that_attaches_offload() -> None:
@@ -122,37 +115,3 @@ def test_graphs_that_no_training_step_replays_are_let_be() -> None:
     new.inference_cuda_graph_scope = Inference.layer  # its graphs are replayed in training, too
     with pytest.raises(NotImplementedError, match="local"):
         check_cuda_graphs(new, ["core_attn"])
-
-
-def hooks_of_layers() -> list[Any]:
-    """Run in a process with megatron-core's parallel state: after a step with offload, before a capture."""
-    from megatron.core.transformer.module import GraphableMegatronModule
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megatron_patches import apply
-    from offload_engine import OffloadConfig
-    from tests.dist.tiny import make_chunks, make_config, run
-
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
-        chunks = make_chunks(make_config("moe"))
-        modules = [module for chunk in chunks for module in chunk.modules()]
-        for module in modules:
-            if isinstance(module, GraphableMegatronModule):
-                module.config.cuda_graph_impl = "transformer_engine"
-                module.config.cuda_graph_modules = module.config.cuda_graph_scope = ["moe_router"]
-                module.cuda_graphs = []
-        run(chunks, 2)
-        stats = handle.stats
-        assert stats is not None and stats.copied_in_bytes > 0
-        layers = [module for module in modules if isinstance(module, TransformerLayer)]
-        hooks = [(*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()) for layer in layers]
-        return [repr(of_layer) for of_layer in hooks if of_layer]
-
-
-@pytest.mark.dist
-def test_layers_that_are_captured_get_no_hooks() -> None:
-    """TransformerEngine refuses to capture modules with hooks."""
-    from tests.dist.launch import run_ranks
-
-    (hooks,) = run_ranks(hooks_of_layers)
-    assert hooks == []
