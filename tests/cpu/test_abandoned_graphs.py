@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,8 +19,6 @@ from offload_engine import (
     ChunkOffloadHandler,
     OffloadConfig,
     OffloadEngine,
-    ResidencyMeter,
-    SavedTensorTracker,
     group_commit,
     group_start,
 )
@@ -55,20 +53,6 @@ def engine_on(device: Any = None, **settings: int) -> Iterator[OffloadEngine]:
     engine.close()
 
 
-def test_tracked(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    meter = ResidencyMeter()
-    x = torch.randn(64, requires_grad=True)
-    with SavedTensorTracker(meter, [torch.eye(3).to_sparse()]):  # a weight without a storage is no reason to fail
-        y = operation(x * 1)
-    assert meter.current_bytes > 0
-    del y
-    assert meter.current_bytes == 0
-    with SavedTensorTracker(meter, [x]):
-        z = (x * x).sin()
-    assert meter.current_bytes == 4 * 64
-    del z
-
-
 def test_a_step_leaves_nothing_to_the_collector() -> None:
     """A storage in a cycle would keep its events, and a CUDA event is recorded again only once it is unreferenced."""
     gc.collect()  # what other tests have left
@@ -95,21 +79,6 @@ def test_in_a_group(operation: Callable[[torch.Tensor], torch.Tensor], min_tenso
         assert input_storage.expired() and output_storage.expired()
         assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
         engine.begin_iteration()
-
-
-def test_a_handle_that_stays_on_the_device_gives_second_derivatives() -> None:
-    """Autograd restores the graph of what hooks return, so dropping it on the way loses nothing."""
-
-    def second_derivative(hooks: AbstractContextManager[Any]) -> torch.Tensor:
-        with hooks:
-            y = torch.tanh(torch.exp(x * 0.1))
-        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return torch.autograd.grad(first.sum(), x)[0]
-
-    x = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    with engine_on(min_tensor_bytes=1 << 20) as engine, engine.iteration():
-        found = second_derivative(engine.start_chunk().saved_tensors_hooks())
-    assert torch.equal(found, second_derivative(nullcontext()))
 
 
 # -- graphs in a cycle, which the collector finds in the middle of something ------------------------------------------
@@ -200,19 +169,6 @@ def test_what_an_operation_has_kept_waiting_is_retired_by_the_next(operation: st
         assert not books.retired.dropped and len(books.live) == (operation == "pack")
         del other
         chunk.close_group()
-
-
-def test_books_that_were_abandoned_are_torn_and_raise_what_was_deferred() -> None:
-    with engine_on() as engine:
-        books = engine._store
-        books.failures.defer_interrupt(KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            books.has_handles()
-        engine.reset_iteration()
-        fresh = engine._store
-        assert books is not fresh and books.failures.is_torn and not fresh.failures.is_torn
-        fresh.abandon_all()
-        assert fresh.failures.is_torn
 
 
 def test_every_operation_on_groups_holds_the_lock() -> None:

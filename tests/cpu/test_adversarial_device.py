@@ -142,42 +142,6 @@ def test_a_source_dropped_unknown_to_compute(device: AdversarialDevice, has_run:
     program.expects("was dropped")
 
 
-def test_a_source_overwritten_in_place_while_its_copy_waits(device: AdversarialDevice) -> None:
-    program, tensor = Program(device), full(3.0)
-    copied_out = program.copy_out(tensor)
-    tensor.mul_(2)
-    result = program.use(*program.copy_in(copied_out))
-    assert not result.eq(3.0).any()
-    program.expects("overwrites a buffer")
-
-
-def test_a_buffer_dropped_while_its_copy_in_waits_does_not_reach_its_next_owner_unseen() -> None:
-    device = AdversarialDevice()
-    program, tensor = Program(device), full(3.0)
-    program.copy_out(tensor)
-    buffer, _ = program.copy_in(device.record_event(program.out_stream))
-    address = buffer.data_ptr()
-    del buffer
-    owner = device.allocate(NBYTES, program.main)
-    assert owner.data_ptr() == address, "a released block should be handed out again"
-    device.drain()
-    assert not owner.eq(as_bytes(tensor)).all()
-    program.expects("dropped")
-
-
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_slab_closed_before_the_host_knows_that_its_copies_are_done(
-    device: AdversarialDevice, is_known: bool
-) -> None:
-    program, tensor = Program(device), full(1.0)
-    copied_out = program.copy_out(tensor)
-    device.wait_event(program.main, copied_out)  # compute knows, the host does not
-    if is_known:
-        device.synchronize(copied_out)
-    program.slab.close()
-    assert any("slab was closed" in hazard for hazard in device.hazards) != is_known
-
-
 # -- several compute streams ------------------------------------------------------------------------------------------
 
 
@@ -233,6 +197,3 @@ def test_operations_of_backward_are_seen() -> None:
             (leaf * 2).exp().sum().backward()
     assert leaf.grad is not None and leaf.grad.isnan().all()
     program.expects("aten::mul on <stream main> reads or writes a buffer")
-
-
-# -- observation, order, failures -------------------------------------------------------------------------------------

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from megatron_patches import (  # noqa: E402
     end_run,
     offload_config_from_args,
 )
-from megatron_patches._arguments import Settings, check_fields, has_report, resolve, split_flags  # noqa: E402
+from megatron_patches._arguments import Settings, check_fields, resolve  # noqa: E402
 from megatron_patches._command_line import as_typed  # noqa: E402
 from megatron_patches._model.modules import canonical_names  # noqa: E402
 from megatron_patches._rehearsal import script  # noqa: E402
@@ -81,21 +79,6 @@ def test_fields_are_there_as_long_as_applied(config_class: Any) -> None:
     assert config_class.__init__ is init and not hasattr(config_class, "offload_dir")
     with pytest.raises(TypeError, match="offload_activation"):
         make(config_class, offload_activation=True)
-
-
-@CONFIGS
-def test_values_survive_copies_and_a_subclass_made_later_has_them(config_class: Any, applied: Handle) -> None:
-    @dataclasses.dataclass
-    class Own(config_class):
-        mine: int = 3
-
-    config = make(Own, offload_activation=True, offload_modules=["core_attn"], offload_horizon_bytes=5, mine=4)
-    assert dataclasses.asdict(config)["offload_horizon_bytes"] == 5
-    assert copy.deepcopy(config).offload_horizon_bytes == 5
-    replaced = dataclasses.replace(config, offload_horizon_bytes=6)
-    assert (replaced.offload_horizon_bytes, replaced.offload_activation, replaced.mine) == (6, True, 4)
-    with pytest.raises(ValueError, match="unknown module name"):
-        make(Own, offload_activation=True, offload_modules=["nonsense"])
 
 
 @pytest.mark.parametrize(
@@ -194,23 +177,6 @@ def test_flags_reject_bad_values(flag: str, value: str, message: str, capsys: py
     assert f"argument --offload-{flag}: {message}" in capsys.readouterr().err
 
 
-def test_a_report_is_refused_by_the_configuration_or_the_defaults(applied: Handle) -> None:
-    assert has_report(make(), NO_DEFAULTS)
-    assert not has_report(make(offload_report=False), NO_DEFAULTS)
-    assert not has_report(make(), NO_DEFAULTS._replace(has_report=False))
-
-
-@pytest.mark.parametrize("flag", ["min-tensor", "host-limit", "horizon", "resident", "max-inflight"])
-def test_every_size_is_taken_as_people_type_it(flag: str, applied: Handle) -> None:
-    field = f"offload_{flag.replace('-', '_')}_bytes"
-    for text, nbytes in (("1.5 GB", 1_500_000_000), ("3000000", 3_000_000)):
-        args = parse("--offload-activation", f"--offload-{flag}-bytes", text)
-        assert getattr(args, field) == nbytes
-        typed = resolve(make(offload_activation=True, **{field: text}), NO_DEFAULTS)
-        assert typed == resolve(make(offload_activation=True, **{field: nbytes}), NO_DEFAULTS)
-        assert typed is not None and typed.engine == offload_config_from_args(args) != OffloadConfig()
-
-
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
@@ -248,27 +214,7 @@ def test_a_plan_without_a_budget_is_refused(name: str, applied: Handle) -> None:
     assert settings is not None and [settings.plan, settings.plan_plot].count("f") == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "default", "expected"),
-    [(None, True, True), (None, False, False), ("auto", False, True), ("off", True, False)],
-)
-def test_recomputation_is_chosen_within_a_budget(
-    given: str | None, default: bool, expected: bool, applied: Handle
-) -> None:
-    config = make(offload_gpu_budget="1G", offload_recompute=given)
-    settings = resolve(config, NO_DEFAULTS._replace(may_recompute=default))
-    assert settings is not None and settings.may_recompute is expected
-
-
 # -- other programs ---------------------------------------------------------------------------------------------------
-
-
-def test_the_launcher_finds_the_script() -> None:
-    own, script = split_flags("--offload-modules core_attn mlp_fc1 run/pretrain_gpt.py --spec a.py --bf16".split())
-    assert own == ["--offload-modules", "core_attn", "mlp_fc1"]
-    assert script == ["run/pretrain_gpt.py", "--spec", "a.py", "--bf16"]
-    assert split_flags(["--offload-dir", "x.py", "y.py"]) == (["--offload-dir", "x.py"], ["y.py"])
-    assert split_flags(["--list-modules"]) == (["--list-modules"], [])
 
 
 def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(applied: Handle) -> None:
@@ -386,13 +332,3 @@ def test_under_torchrun_the_line_is_in_the_report_and_the_first_rank_comes_first
         report = json.loads((tmp_path / "error.json").read_text())
         assert report["message"] == "train.py: error: --offload-activation is off"
         (tmp_path / "error.json").unlink()
-
-
-def test_without_torchrun_only_rank_0_speaks(
-    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    with pytest.raises(SystemExit):
-        end_run("train.py", "no room")
-    assert capsys.readouterr().err == ""

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -19,30 +18,7 @@ import torch
 pytest.importorskip("tqdm")
 
 from benchmarks import gradients
-from benchmarks.gpu import contenders, copies, measure, model, report, settings
-from tests.lookups import present
-
-
-def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_backward() -> None:
-    """As TransformerEngine's modules do it: `backward_dw` sets the gradient of a weight anew, and calls hooks."""
-    module: Any = torch.nn.Linear(1, 1)
-    plain: Any = torch.nn.Linear(1, 1)
-    hooks: list[Callable[[], None]] = []
-    module.weight.skip_backward_post_hook = True
-    module.register_wgrad_accumulation_and_reduce_hooks = hooks.append
-    delayed = model.DelayedGradients([module, plain])
-    module.bias.grad = torch.ones(1)  # added up by autograd
-
-    def backward_dw(value: float) -> None:
-        module.weight.grad = torch.full_like(module.weight, value)
-        hooks[0]()
-
-    for value in (1.0, 2.0, 4.0):
-        backward_dw(value)
-    assert [float(present(delayed.of(p))) for p in (module.weight, module.bias)] == [7.0, 1.0]
-    delayed.clear()
-    backward_dw(8.0)
-    assert float(present(delayed.of(module.weight))) == 8.0 and delayed.of(plain.weight) is None
+from benchmarks.gpu import measure, model, settings
 
 
 def test_fingerprints_notice_one_bit_and_the_order() -> None:
@@ -56,97 +32,6 @@ def test_fingerprints_notice_one_bit_and_the_order() -> None:
     for other in others:
         difference = gradients.compare(own, other)
         assert difference.num_differing == 1 and difference.max_relative > 0 and not difference.is_bitwise_equal
-
-
-# ---- copies ----
-
-
-def test_a_copy_counts_when_its_twin_on_the_device_is_gone_or_empty() -> None:
-    held = copies.HostCopies()
-    sources = [torch.ones(8) for _ in range(3)]
-    twins = [tensor.clone() for tensor in sources]
-    for copy, source in zip(twins, sources, strict=True):
-        held.add(copy, source)
-    del source
-    found = [held.only_bytes]
-    sources.pop(0)
-    found.append(held.only_bytes)
-    sources[0].untyped_storage().resize_(0)
-    found.append(held.only_bytes)
-    held.remove(twins[0])
-    held.remove(twins[0])
-    assert [*found, held.only_bytes] == [0, 32, 64, 32]
-
-
-def test_the_stretch_with_the_most_memory_counts() -> None:
-    peaks = iter((5, 9, 9, 7))
-    found = copies.HostAtPeak(lambda: next(peaks))
-    for host_bytes in (1, 2, 3, 4):
-        found.mark(host_bytes)
-    assert (found.peak_allocated_bytes, found.host_bytes) == (9, 2)
-
-
-# ---- statistics ----
-
-MIB = 1 << 20
-
-
-def turn(contender: str, rank: int, number: int, step_ms: list[float], **more: Any) -> dict[str, Any]:
-    sizes = {"peak_allocated_bytes": 1000, "peak_allocated_bytes_counted": 990, "peak_reserved_bytes": 1100}
-    return {
-        **{"kind": "turn", "contender": contender, "label": contender, "modules": [], "round": number, "rank": rank},
-        **{"step_ms": step_ms, "host_ms": step_ms, "between_steps": {"is_bitwise_equal": True}},
-        **dict.fromkeys(("pinned_bytes", "host_rss_bytes", "alloc_retries", "device_allocs"), 0),
-        **copies.CopyCounter(None, lambda: 0).moved(),
-        **{name: size * MIB for name, size in sizes.items()},
-        **more,
-    }
-
-
-def ours(rank: int, number: int, step_ms: list[float], moved: int = 400) -> dict[str, Any]:
-    counted = 890 - 5 * number
-    sizes = {"peak_allocated_bytes": 900, "peak_allocated_bytes_counted": counted, "peak_reserved_bytes": 1010}
-    sizes |= {"copied_out_bytes": moved, "copied_in_bytes": moved, "host_bytes_max": 125, "host_bytes_at_peak": 100}
-    rates = {"out_gbps": 50.0, "in_gbps": 54.0}
-    return turn("ours", rank, number, step_ms, **{name: size * MIB for name, size in sizes.items()}, **rates)
-
-
-LINK = {"kind": "link", "rank": 0, "out_gbps": 55.0, "in_gbps": 55.0, "both_out_gbps": 50.0, "both_in_gbps": 50.0}
-
-
-def test_summaries_have_ratios_falls_and_throughput() -> None:
-    parity = {"kind": "parity", "rank": 0, "is_bitwise_equal": False, "num_differing": 1, "max_relative": 0.5}
-    records = [
-        {"kind": "run", "shape": {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}, "world_size": 4},
-        LINK,
-        *(turn("none", rank, number, [100.0, 101.0]) for number in (0, 1) for rank in (0, 1)),
-        *(ours(0, 0, [100.0, 104.0]), ours(1, 0, [102.0, 101.0])),
-        *(ours(0, 1, [101.0, 101.0]), ours(1, 1, [100.0, 100.0])),
-        *(turn("recompute", rank, 0, [134.0], peak_reserved_bytes=505 * MIB) for rank in (0, 1)),
-        *({**parity, "label": label, "is_reference": label == "none"} for label in ("none", "ours")),
-    ]
-    summaries = report.summarize(records)
-    found = {(s["label"], s["rank"]): s for s in summaries}
-    own = found["ours", 0]
-    assert own["step_ms_median"] == 101.5, "of each step, the time on the slowest rank"
-    assert own["round_ratios"] == pytest.approx([103 / 100.5, 101 / 100.5])
-    falls = [own[f"fall_{what}"] for what in ("allocated_over_at_peak", "allocated_over_max", "reserved_over_max")]
-    assert falls == [1.0, 0.8, 0.72] and own["link_out_ms"] == pytest.approx(400 * MIB / 55e6)
-    assert own["is_bitwise_equal"] is False and found["none", 0]["is_bitwise_equal"] is None
-    rates = {one["contender"]: one for one in report.throughput(summaries, records)}
-    assert rates["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
-    assert rates["ours"]["over_recompute"] == pytest.approx(134.0 / 101.5)
-    assert rates["ours"]["reserved_over_recompute"] == 2.0
-
-
-@pytest.mark.parametrize("pp, bound_ms", [(1, 2 * 8000 * MIB / 55e6), (2, 8000 * MIB / 50e6)])
-def test_where_the_bytes_do_not_fit_the_time_the_limit_is_the_link(pp: int, bound_ms: float) -> None:
-    records: list[dict[str, Any]] = [{"kind": "run", "shape": {"pp": pp}}, LINK, turn("none", 0, 0, [100.0])]
-    own = report.summarize([*records, ours(0, 0, [bound_ms * 1.04], moved=8000)])[1]
-    assert own["is_link_bound"] and own["bound_ms"] == pytest.approx(bound_ms)
-
-
-# ---- turns, on a tiny model without a GPU ----
 
 
 class FakeEvent:
@@ -180,43 +65,6 @@ class FakeGauge:
 
 
 TINY = settings.Shape(layers=4, hidden=32, heads=2, seq=16, mbs=2, nmb=3, vocab=64, ffn=128)
-
-
-def switch_flags(kind: str) -> list[Any]:
-    """Run in a process with megatron-core's parallel state: the incumbent's flags, built with it and switched to it."""
-    from tests.dist import tiny
-
-    names = ["qkv_linear", "core_attn"]
-    built = tiny.make_chunks(tiny.make_config(kind, fine_grained_activation_offloading=True, offload_modules=names))
-    switched = tiny.make_chunks(tiny.make_config(kind))
-    off = _flags(switched)
-    places = contenders.switch_incumbent(switched, names)
-    on = _flags(switched)
-    contenders.switch_incumbent(switched, [])
-    return [_flags(built), on, off, _flags(switched), dict(places)]
-
-
-def _flags(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    flags = {
-        f"{name}.{attribute}": value
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        for attribute, value in vars(module).items()
-        if attribute.startswith("offload_") and isinstance(value, bool)
-    }
-    config: Any = chunks[0].config
-    return {**flags, "config": (config.fine_grained_activation_offloading, config.offload_modules)}
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_switching_the_incumbent_gives_the_flags_of_a_model_built_with_it(kind: str) -> None:
-    pytest.importorskip("megatron.core")
-    from tests.dist.launch import run_ranks
-
-    ((built, on, off, off_again, places),) = run_ranks(switch_flags, kind)
-    assert on == built and off_again == off != on
-    assert places == {"qkv_linear": 4, "core_attn": 4}
 
 
 def run_everything(directory: str) -> list[str]:

@@ -168,20 +168,6 @@ def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
     assert torch.equal(step(attachment, chunk), expected)
 
 
-def test_more_chunks_than_the_actions_say(engine: OffloadEngine) -> None:
-    """The order of the chunks is for prefetch only."""
-    chunk = torch.nn.Sequential(Mlp())
-
-    def backward(x: torch.Tensor) -> None:
-        for out in [chunk(x).sum() for _ in range(3)]:
-            out.backward(retain_graph=True)
-
-    expected = gradient(backward)
-    attach(engine, chunk, FC1, FC2).begin_iteration(no_pipelining(1))
-    with engine.iteration(no_pipelining(1)):
-        assert torch.equal(gradient(backward), expected)
-
-
 def test_a_copy_of_the_model_does_not_copy_the_engine_and_closing_takes_every_hook_off(engine: OffloadEngine) -> None:
     chunk = torch.nn.Sequential(Mlp())
     attachment = attach(engine, chunk, FC1, ACT)

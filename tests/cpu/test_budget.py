@@ -284,18 +284,6 @@ def test_a_plan_is_saved_and_given_back(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_text() == file.read_text()
 
 
-def test_a_plan_that_is_outgrown_is_measured_again(tmp_path: Path) -> None:
-    """No step has been timed before."""
-    budget, file = 1 << 40, tmp_path / "plan.json"
-    save_plan(ByHand(config(gpu_budget=budget)).steps(8).engine, file)
-    resumed = ByHand(config(gpu_budget=budget))
-    load_plan(resumed.engine, file)
-    resumed.steps(2)
-    resumed.controller._hold.wants_measure = True
-    assert State.MEASURE in resumed.steps(4).states and resumed.states[-1] is State.HOLD
-    assert resumed.summary.predicted_step_ms < 1e4
-
-
 class WithoutShapes:
     """Stands for a policy of which no step tells the shapes; a compiled one takes no other method."""
 

@@ -165,14 +165,3 @@ def test_ranks_decide_alike_again_after_one_has_kept_less_by_itself(excess: Exce
     assert ranks.level() == [True, True]
     assert len(ranks.decisions()) == 1 and alone.chosen.best.decision != before
     assert ranks.level() == [False, False]
-
-
-def test_ranks_decide_alike_about_a_step_that_is_measured_again() -> None:
-    """A rank that had kept less by itself left another margin than those that had not."""
-    ranks = Ranks(2, 0.1)
-    alone, other = ranks.deciders
-    alone.correct(Excess(GIB, 0))
-    alone.decide(is_alone=True)
-    for decider in (alone, other):
-        decider.know(Known(*one_rank(), Costs(), 0.1), guard_bytes=0)
-    assert len(ranks.decisions()) == 1

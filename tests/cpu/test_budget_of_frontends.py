@@ -7,7 +7,6 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from offload_engine import (
     CheckpointOffload,
-    LowestPeak,
     OffloadConfig,
     OffloadEngine,
-    Planned,
     enable_activation_offloading,
 )
 from offload_engine._budget.state import State
@@ -124,23 +121,6 @@ def test_evaluations_with_gradients_are_no_steps() -> None:
     assert engine.budget.state is State.HOLD and engine.budget.decider.chosen is not None
     assert engine.stats.copied_out_bytes == 0  # everything fits
     engine.close()
-
-
-@pytest.mark.parametrize("policy", [None, LowestPeak(), Planned()], ids=str)
-def test_a_budget_plans_whatever_default_is_named_beside_it(policy: Any) -> None:
-    engine = OffloadEngine(plenty().replace(policy=policy))
-    assert engine.budget is not None
-    engine.close()
-
-
-@pytest.mark.parametrize("share", [{"fraction": 0.5}, {"kept_bytes": ROWS * HIDDEN * 4}], ids=str)
-def test_a_share_of_layers_stays(share: dict[str, Any]) -> None:
-    model = make_model()
-    settings = OffloadConfig(min_tensor_bytes=1, directory="none", **share)
-    handle = enable_activation_offloading(model, config=settings, layers=list(model.children()))
-    model(torch.ones(ROWS, HIDDEN)).sum().backward()
-    assert 0 < handle.stats.copied_out_bytes < handle.stats.managed_bytes
-    handle.remove()
 
 
 def test_a_plan_may_be_loaded_twice_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

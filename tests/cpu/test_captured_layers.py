@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import OffloadConfig, OffloadEngine, OffloadError, Planned, ResidentBudget, captured_layers
-from offload_engine._captured.program import Use, make_program
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
 from offload_engine._captured.slots import Slot
 from offload_engine._compat import reads
@@ -91,11 +90,6 @@ def captured(graphs: Graphs, engine: OffloadEngine, **options: Any) -> CapturedL
     with capturing(graphs, engine, **options) as layers:
         graphs.capture()
     return layers
-
-
-def capturing_outside(graphs: Graphs, engine: OffloadEngine, **options: Any) -> AbstractContextManager[CapturedLayers]:
-    """With slots that are no memory of the graphs."""
-    return engine.graphs.capture_layers(owner=graphs.owner, **options)
 
 
 @contextmanager
@@ -262,18 +256,6 @@ def test_behind_copies_that_were_not_all_issued_only_a_new_pass_is_right(
         check_replays(graphs)
 
 
-def test_a_graph_that_cannot_be_captured_again_is_replayed_with_its_copies(
-    engine: OffloadEngine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured(graphs, engine)
-    refused = graphs.chunks["0"]._backwards[0]
-    with monkeypatch.context() as patch:
-        patch.setattr(type(refused).__mro__[1], "capture_begin", lambda self: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            refused.capture_begin()
-    check_replays(graphs)
-
-
 @pytest.mark.parametrize("is_original", [True, False])
 def test_what_others_hold_stays(is_original: bool, engine: OffloadEngine, graphs: Graphs) -> None:
     held: list[Any] = []
@@ -381,23 +363,6 @@ def test_a_backward_of_two_forwards_finds_room_for_both_in_a_slot(engine: Offloa
         assert all(map(torch.equal, several.run(seed), without.run(seed)))
 
 
-class Large(Layer):
-    """Needs much memory for a while, in its forward or in its backward."""
-
-    is_in_backward = False
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().__call__(_Large.apply(x, self))
-        if not self.is_in_backward:
-            self.use()
-        return out
-
-    def use(self) -> None:
-        held = [self.pool.empty(WIDTH) for _ in range(16)]
-        for out in held:
-            self.pool.launch(torch.neg, out, torch.zeros(WIDTH))
-
-
 class _PassesThrough(torch.autograd.Function):
     """Its forward does nothing; a layer acts in its backward."""
 
@@ -405,46 +370,6 @@ class _PassesThrough(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         ctx.layer = layer
         return x.view_as(x)
-
-
-class _Large(_PassesThrough):
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.layer.is_in_backward:
-            ctx.layer.use()
-        return grads[0], None
-
-
-@pytest.mark.parametrize("is_in_backward", [False, True])
-def test_slots_are_memory_that_the_graphs_have_anyway(is_in_backward: bool, engine: OffloadEngine) -> None:
-    used = []
-    for capturing_with in (capturing, capturing_outside):
-        graphs = Graphs("F0 B0")
-        graphs.layers[-1] = large = Large(graphs.pool, WIDTH, FACTORS[-1])
-        large.is_in_backward = is_in_backward
-        with capturing_with(graphs, engine, graphs_beside=0) as layers:
-            graphs.capture()
-        assert layers.slot_bytes == LAYER_BYTES
-        used.append(graphs.pool.used_bytes)
-        layers.release()
-    assert used[0] == used[1]
-
-
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_what_saves_or_reads_its_own_finds_no_slot(is_kept: bool, engine: OffloadEngine, graphs: Graphs) -> None:
-    layers = graphs.layers
-    with capturing(graphs, engine, graphs_beside=0):
-        chunk = GraphedChunk(layers[:3], graphs.owner)
-        chunk.capture_forward()
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        with pytest.raises(OffloadError, match="reads what two others have saved, or one, after it has saved itself"):
-            if is_kept:
-                torch.autograd.grad(chunk._static[2][1], chunk._static[2][0], graphs.pool.empty(WIDTH))
-            else:
-                layers[3](torch.ones(WIDTH, requires_grad=True))
-            torch.autograd.grad(chunk._static[0][1], chunk._static[0][0], graphs.pool.empty(WIDTH))
-        graph.capture_end()
 
 
 def test_what_a_backward_computes_again_leaves_the_slots_there(engine: OffloadEngine, graphs: Graphs) -> None:
@@ -473,34 +398,6 @@ def test_a_slot_gives_what_is_free_where_it_is_asked_for_if_it_is() -> None:
     assert [storage.data_ptr() - buffer.data_ptr() for storage in taken] == [32, 0, 16, 48]
     with pytest.raises(OffloadError, match="more than the 64 bytes"):
         slot.take(1, 0, 16)
-
-
-@pytest.mark.parametrize(
-    ("places", "num_copies"),  # on the host and on the device
-    [
-        ([(0, 0), (64, 64), (128, 128)], 1),
-        ([(64, 64), (0, 0)], 1),
-        ([(0, 0), (64, 128)], 2),
-        ([(0, 0), (128, 64)], 2),
-        ([(64, 0), (0, 64)], 2),
-    ],
-)
-def test_adjacent_bytes_are_one_copy(places: list[tuple[int, int]], num_copies: int) -> None:
-    slab = GraphDevice().new_slab(256)
-    tensors, device = [torch.zeros(16) for _ in places], torch.zeros(256, dtype=torch.uint8)
-    uses = []
-    for tensor, (on_host, on_device) in zip(tensors, places, strict=True):
-        saved = CapturedStorage(0, present(reads.read_plain(tensor, torch.device("cpu"), 1)))
-        saved.region = HostRegion(slab, on_host, 64)
-        uses.append(Use(saved, 1, -1, device.data_ptr() + on_device))
-    (copy_in,) = make_program(uses, {0: 1}, 2, torch.device("cpu"))[0].copy_ins
-    assert len(copy_in.copies) == num_copies
-    bytes_of = {
-        (region.offset + i, target.data_ptr() - device.data_ptr() + i)
-        for region, target in copy_in.copies
-        for i in range(0, region.nbytes, 64)
-    }
-    assert bytes_of == set(places) and sum(target.nbytes for _, target in copy_in.copies) == 64 * len(places)
 
 
 @pytest.mark.parametrize(("least", "is_moved"), [(4 * WIDTH, True), (4 * WIDTH + 1, False)])
@@ -602,17 +499,6 @@ def test_without_room_on_the_host_all_stays(graphs: Graphs, caplog: pytest.LogCa
     assert warning.startswith(f"what {NUM_LAYERS - 1} captured forwards save stays on the device")
 
 
-def test_the_limit_counts_what_captured_layers_have(graphs: Graphs) -> None:
-    limit = 1 << 27
-    with engine_with(host_limit_bytes=limit) as engine:
-        layers = captured(graphs, engine)
-        assert 0 < layers.host_bytes and engine.pool.room_bytes == limit - layers.host_bytes
-        layers.release()
-        assert engine.pool.slab_bytes_total > 0
-        engine.pool.trim()
-        assert engine.pool.room_bytes == limit
-
-
 def test_released_graphs_are_not_replayed(engine: OffloadEngine, graphs: Graphs) -> None:
     layers = captured(graphs, engine)
     with pytest.raises(OffloadError, match="captured layers still use"):
@@ -671,28 +557,11 @@ def test_bounds_of_policies_are_for_what_runs_eagerly(
     assert [text.startswith("ResidentBudget(") for text in caplog.messages] == [True] * is_said
 
 
-def test_a_dry_run_moves_nothing(graphs: Graphs) -> None:
-    with engine_with(dry_run=True) as engine:
-        layers = captured(graphs, engine)
-        assert (layers.copied_out_bytes, layers.host_bytes, layers.slot_bytes) == (0, 0, 0)
-        check_replays(graphs)
-        graphs.reset()
-
-
 def test_without_room_that_is_required_the_capture_ends(graphs: Graphs) -> None:
     with engine_with(host_limit_bytes=1, host_policy="error") as engine:
         with pytest.raises(OffloadError, match="a captured layer needs .* bytes of host memory.*host_policy='keep'"):
             captured(graphs, engine)
         assert not has_hooks()
-
-
-def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine, graphs: Graphs) -> None:
-    with engine.iteration():
-        lease = present(engine.pool.lend(1 << 20))
-        engine.pool.return_lease(lease)
-    assert engine.pool.slab_bytes_total > 0
-    captured(graphs, engine)
-    assert engine.pool.slab_bytes_total == 0
 
 
 @pytest.mark.parametrize("is_broken_off", [False, True])

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload_engine import (
     CheckpointOffload,
-    CopyError,
     GroupWindow,
     OffloadConfig,
     OffloadEngine,
@@ -63,17 +62,6 @@ def run(function: Checkpoint, is_reentrant: bool = False, num_steps: int = 2, **
 
 
 # -- parity and residency ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_bound_to_an_engine(offload: CheckpointOffload, device: AdversarialDevice, is_reentrant: bool) -> None:
-    """With dropout in every block, so the random state is that of PyTorch's checkpoint."""
-    with device.observe_compute():
-        found = run(offload.checkpoint, is_reentrant)
-    assert all_equal(found, run(torch_checkpoint, is_reentrant))
-    stats = offload.stats
-    assert stats.copied_out_bytes == DEPTH * INPUT_BYTES and stats.num_groups == DEPTH
-    assert stats.peak_resident_bytes == 2 * INPUT_BYTES and stats.prefetch_misses == 0
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -257,42 +245,6 @@ def test_outside_is_an_error_that_says_what_to_do_and_without_gradients_it_just_
         checkpoint(torch.sin, torch.ones(3, requires_grad=True))
     with torch.no_grad():
         assert torch.equal(checkpoint(torch.sin, torch.ones(3)), torch.ones(3).sin())
-
-
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_recomputation_needs_no_context(offload: CheckpointOffload, is_reentrant: bool) -> None:
-    """A checkpoint inside a checkpointed function runs again in backward, outside of the `with`."""
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(torch.sin, x.cos(), use_reentrant=is_reentrant).tanh()
-
-    x = torch.ones(1024, requires_grad=True)
-    with offload:
-        y = checkpoint(outer, x, use_reentrant=is_reentrant)
-    y.sum().backward()
-    expected = torch.ones(1024, requires_grad=True)
-    expected.cos().sin().tanh().sum().backward()
-    assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
-
-
-def test_an_exception_ends_the_forward(offload: CheckpointOffload) -> None:
-    def fail(_: torch.Tensor) -> None:
-        raise KeyError("mine")
-
-    x = offload.checkpoint(torch.sin, 2 * torch.ones(1024, requires_grad=True))
-    with pytest.raises(KeyError, match="mine"):
-        offload.checkpoint(fail, x)
-    del x
-    assert all_equal(run(offload.checkpoint), run(torch_checkpoint))
-    assert offload.stats.num_groups == DEPTH
-
-
-@pytest.mark.parametrize("kind", ["out", "in"])
-def test_a_failed_copy_is_told_and_overcome(offload: CheckpointOffload, device: AdversarialDevice, kind: str) -> None:
-    device.fail_next_copy(kind, after=1)
-    with pytest.raises(CopyError, match=r"\(checkpoint\)"):
-        run(offload.checkpoint)
-    assert all_equal(run(offload.checkpoint), run(torch_checkpoint))
 
 
 def test_the_default_is_two_inputs_on_the_device_and_an_engine_has_its_own_config() -> None:

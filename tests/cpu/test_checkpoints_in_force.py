@@ -59,18 +59,6 @@ def test_none_is_left_whatever_the_order(kinds: str, contexts: Callable[[str], l
             checkpointed()
 
 
-def test_that_of_the_innermost_one_still_entered_is_in_force(contexts: Callable[[str], list[Any]]) -> None:
-    first, second, third = contexts("ccc")
-    for context in (first, second, third):
-        context.__enter__()
-    leave(second)
-    checkpointed().backward()
-    leave(third)
-    checkpointed().backward()
-    leave(first)
-    assert (first.stats.num_groups, second.stats.num_groups, third.stats.num_groups) == (1, 0, 1)
-
-
 def test_one_that_is_entered_twice_is_in_force_until_it_is_left_twice(contexts: Callable[[str], list[Any]]) -> None:
     (offload,) = contexts("c")
     with offload:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices: what is kept does not move in any microbatch, under a plan or without one, and a plan in a file is exact."""
+"""Choices: what is kept does not move in any microbatch, with or without a plan; what is no plan is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, sl
 from offload_engine.planning.plan import validate_plan
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.recompute import RecomputeOption, with_recomputation
-from offload_engine.planning.saved_plan import SavedPlan, check_same_model, format_saved, parse_saved
+from offload_engine.planning.saved_plan import parse_saved
 from offload_engine.planning.shapes import GroupShape
 from offload_engine.planning.simulate import PipelineJob
 from offload_engine.policies import PolicySettings
@@ -227,31 +227,8 @@ def test_a_kept_group_stays_where_that_its_backward_comes_at_once_is_taken_back(
         del handles
 
 
-OTHER = Slot(1, -1, "two words", 3)
-SAVED = SavedPlan(
-    Allowance(Choices(KEPT, frozenset({DOWN})), dict.fromkeys(KEPT, 5), 7, 11, 13, SLOTS | {OTHER}), held_bytes=17
-)
-
-
-@pytest.mark.parametrize("saved", [SAVED, SavedPlan(Allowance(slots=SLOTS), 0)])
-def test_a_plan_in_a_file_is_exact(saved: SavedPlan) -> None:
-    text = format_saved(saved)
-    assert parse_saved(text, "x") == saved
-    assert format_saved(parse_saved(text, "x")) == text
-
-
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 0}', '{"version": 1, "held_bytes": 1}', "nonsense"])
 def test_what_is_no_plan_is_refused_by_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^plan.json is not a plan of this version \(.*\): remove it") as caught:
         parse_saved(text, "plan.json")
     assert "\n" not in str(caught.value)
-
-
-def test_a_plan_of_another_model_is_refused() -> None:
-    here = SAVED.allowance.slots
-    check_same_model(SAVED, here, "x")
-    check_same_model(SAVED, here - {DOWN}, "x")  # what is recomputed is no group any more
-    with pytest.raises(ValueError, match="x is of another model or layout: it names a group 0 0 up 0 "):
-        check_same_model(SAVED, here - {UP}, "x")
-    with pytest.raises(ValueError, match="it has no group 0 9 up 0 .* and has 7 groups, this rank 8. Remove it"):
-        check_same_model(SAVED, here | {Slot(0, 9, "up", 0)}, "x")

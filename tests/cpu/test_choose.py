@@ -98,19 +98,6 @@ def test_every_budget_holds_and_more_memory_takes_no_longer(name: str) -> None:
     assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "golden"),
-    [
-        ("all names", [(1354.6, 160), (1058.8, 136), (933.7, 117), (889.6, 80), (859.2, 67), (859.2, 0)]),
-        ("five names", [(1004.1, 128), (896.6, 126), (859.2, 94), (859.2, 64), (859.2, 53), (859.2, 0)]),
-    ],
-)
-def test_golden(name: str, golden: list[tuple[float, int]]) -> None:
-    """Milliseconds and groups that move, of six budgets between both ends."""
-    found = [chosen_for(name, budget).best for budget in budgets(name)]
-    assert [(round(each.step_ms, 1), each.num_moves) for each in found] == golden
-
-
 def test_a_budget_below_the_floor_says_by_how_much() -> None:
     floor, _ = ends("all names")
     with pytest.raises(BudgetError, match=r"is 4.00 GiB, 4.06 GiB less than the 8.06 GiB of a step .* 6.12 GiB"):
@@ -327,14 +314,6 @@ def test_a_correction_downwards_says_nothing_of_what_does_not_leave() -> None:
         assert predictor.predict(decision).held_bytes == held_bytes(model, job, everything)
 
 
-def test_what_was_reserved_less_in_vain_counts_whatever_moves() -> None:
-    """A budget left 2 GiB unused, because of 750 MiB that were reserved less only what moved was thought to save."""
-    job, model = one_rank()
-    everything = Choices(frozenset(slots_of(0, job.shapes[0].groups)))
-    for choices in (everything, Choices()):
-        assert held_bytes(model.corrected(Excess(0, -GIB)), job, choices) == held_bytes(model, job, choices) - GIB
-
-
 def test_steps_that_move_less_than_the_floor_reserve_less_in_vain() -> None:
     """First predictions on an H200 were up to 1.1 GiB too high, because all took as much as the floor."""
     job, model = one_rank()
@@ -354,14 +333,6 @@ def test_where_several_chunks_wait_and_nothing_moves_more_is_reserved_in_vain() 
     for wasted, expected in ((beyond, 0.75 * beyond), (beyond // 5, beyond / 5), (beyond // 20, beyond / 10), (0, 0)):
         several = dataclasses.replace(model, wasted_bytes=wasted, is_pipeline=True)
         assert held_bytes(several, job, everything) + wasted - own == pytest.approx(expected, abs=2)
-
-
-@pytest.mark.parametrize(("name", "is_pipeline"), [("all names", True), ("one rank", False)])
-def test_chunks_wait_for_their_backward_in_a_pipeline(name: str, is_pipeline: bool) -> None:
-    job = job_of(JOBS[name].ranks[0])
-    assert flat_model(job).is_pipeline is is_pipeline
-    residents = job.residents(Choices()).before
-    assert flat_model(job, 0).floor_peak_bytes == max(residents.values()) + 5 * GIB
 
 
 def test_what_is_measured_when_a_boundary_comes_again_goes_to_the_next() -> None:

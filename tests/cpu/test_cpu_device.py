@@ -259,17 +259,6 @@ def new_file_slab(device: CpuDevice, nbytes: int) -> file_slab.FileSlab:
     return slab
 
 
-def test_a_file_slab_leaves_no_name_and_gives_its_space_back(file_device: CpuDevice, tmp_path: Path) -> None:
-    slab = new_file_slab(file_device, 8 * MIB)
-    assert list(tmp_path.iterdir()) == []
-    assert os.fstat(slab._fd).st_blocks * 512 >= 8 * MIB  # reserved, so that the disk cannot fill up later
-    fd = slab._fd
-    slab.close()
-    slab.close()
-    with pytest.raises(OSError):
-        os.fstat(fd)
-
-
 def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
     file_device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,19 +385,6 @@ def test_close_finishes_the_copies_and_is_idempotent(device: CpuDevice) -> None:
     for call in (lambda: device.record_event(stream), lambda: device.new_slab(4096)):
         with pytest.raises(RuntimeError, match="closed"):
             call()
-
-
-def test_threads_start_with_the_first_copy_and_end_with_the_device(tmp_path: Path) -> None:
-    device = CpuDevice(tmp_path)
-    slab, stream = new_file_slab(device, 4096), device.new_stream("copy")
-    finish(device, stream)  # nothing was issued to it
-    assert offload_threads() == []
-    device.copy_out(stream, [byte(GatedSlab(True), 0)])
-    finish(device, stream)
-    assert offload_threads() == ["offload-copy"]
-    del device, stream
-    gc.collect()
-    assert offload_threads() == [] and slab._fd == -1
 
 
 def test_a_device_that_is_collected_in_its_own_thread_stops_all_of_them(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -163,30 +162,6 @@ def test_a_storage_that_is_saved_outside_the_groups_too_leaves_all_the_same(
     assert torch.equal(plain, offloaded)
 
 
-def test_tensor_saved_outside_groups_stays_and_is_not_counted(engine: OffloadEngine) -> None:
-    x = leaf()
-    plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
-    with engine.iteration():
-        with engine.start_chunk().hooks.around_groups():
-            total = (x * 1).exp().sin().sum()
-        assert engine.stats.managed_bytes == 0
-        assert engine.meter is not None and engine.meter.current_bytes == 4 * NUMEL
-        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
-        del total
-    assert engine.stats.peak_resident_bytes == 0
-
-
-def test_a_group_whose_forward_raised_stays_for_no_backward(engine: OffloadEngine) -> None:
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        chunk.open_group("raised", GroupTraits(keep=True))
-        handle = chunk.tensor_push(torch.ones(64))  # as an exception's traceback may hold the graph
-        chunk.abandon_group()
-        chunk.offload_kept_groups()
-        assert engine.stats.num_kept_groups == 0 and engine.stats.copied_out_bytes == 0
-        del handle
-
-
 def test_weights_and_their_views_stay_also_inside_wrappers_and_gathered(engine: OffloadEngine) -> None:
     """FSDP gathers weights into storages that were unknown when the iteration began."""
     from torch.testing._internal.two_tensor import TwoTensor
@@ -216,17 +191,6 @@ def test_small_sparse_and_excluded_tensors_stay(engine: OffloadEngine) -> None:
             assert chunk.tensor_push(tensor) is tensor
         assert chunk.tensor_push(torch.randn(NUMEL)) is not None
     assert engine.stats.managed_bytes == 4 * NUMEL
-
-
-def test_exclusion_ends_with_its_tensor(engine: OffloadEngine) -> None:
-    """Not with the iteration alone, which may have no end."""
-    with engine.iteration():
-        kept = torch.ones(NUMEL)
-        engine.exclude(kept)
-        for _ in range(5000):
-            engine.exclude(torch.ones(1))
-        assert len(engine._store.eligibility._excluded) < 3000
-        assert engine._store.eligibility.read_movable(kept) is None
 
 
 def test_what_is_excluded_for_good_stays_in_later_iterations_and_when_it_was_emptied(engine: OffloadEngine) -> None:
@@ -288,23 +252,6 @@ def test_kept_groups_and_a_dry_run_move_nothing(engine: OffloadEngine) -> None:
 # -- graphs that do not end in one backward ---------------------------------------------------------------------------
 
 
-def test_a_graph_that_outlives_the_iteration_stays_valid_and_is_named(
-    engine: OffloadEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    x = leaf()
-    engine.begin_iteration()
-    total = in_group(engine.start_chunk(), torch.exp, x).sum()
-    with caplog.at_level(logging.WARNING):
-        stats = engine.end_iteration()
-    assert stats.num_storages_left == 1
-    assert "group 0 (group) of chunk (stage 0, microbatch 0)" in caplog.text
-    total.backward()
-    del total
-    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
-    with engine.iteration():
-        pass
-
-
 def test_in_place_use_of_an_output_is_legal_and_of_a_saved_tensor_is_an_error(engine: OffloadEngine) -> None:
     check_against_plain(engine, lambda x: torch.sin(x).add_(1).mul_(2), leaf())
     with engine.iteration():
@@ -330,28 +277,6 @@ def test_in_place_use_of_a_saved_tensor_that_stays_is_an_error_too(hooks: str, r
             total.backward()
         del total
     engine.close()
-
-
-# -- prefetch ---------------------------------------------------------------------------------------------------------
-
-
-@having({"horizon_bytes": 0})
-def test_an_unpack_without_prefetch_is_ordered_and_counted(engine: OffloadEngine) -> None:
-    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
-    assert engine.stats.prefetch_misses > 0
-
-
-@having({"horizon_bytes": 4 * NUMEL, "max_inflight_bytes": 0})
-def test_horizon_bounds_copy_ins_ahead(engine: OffloadEngine) -> None:
-    with engine.iteration():
-        chunk, y = engine.start_chunk(), leaf()
-        for _ in range(8):
-            y = in_group(chunk, torch.sin, y)
-        assert engine.stats.peak_resident_bytes <= 2 * 4 * NUMEL
-        y.sum().backward()
-        del y
-    assert engine.stats.peak_resident_bytes <= 3 * 4 * NUMEL  # one in use, one ahead, one on its way
-    assert engine.stats.prefetch_misses <= 1  # the first: nothing came before it
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -384,17 +309,6 @@ def test_a_graph_outlives_a_closed_engine_and_nothing_starts_anew(engine: Offloa
     del total
     with pytest.raises(OffloadError, match="make a new engine"):
         engine.begin_iteration()
-
-
-def test_after_a_reset_an_old_graph_says_so_and_the_next_step_is_right(engine: OffloadEngine) -> None:
-    engine.begin_iteration()
-    chunk = engine.start_chunk()
-    total = in_group(chunk, torch.exp, in_group(chunk, torch.sin, leaf())).sum()
-    engine.reset_iteration()
-    with pytest.raises(OffloadError, match="abandoned by reset_iteration"):
-        total.backward()
-    del total
-    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
 
 def six_groups(engine: OffloadEngine) -> torch.Tensor:

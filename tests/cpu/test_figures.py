@@ -22,6 +22,8 @@ from offload_engine.stats import StepTimes
 from tests.lookups import present
 
 GIB = 1 << 30
+
+
 STATS = IterationStats(
     copied_out_bytes=3 * GIB,
     num_groups=8,

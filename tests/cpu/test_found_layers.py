@@ -77,10 +77,6 @@ def test_lists_in_a_list_are_no_layers() -> None:
     assert names(model) == ["layers.1.0", "layers.1.1", "layers.1.2"]
 
 
-def test_a_model_that_is_a_list() -> None:
-    assert names(nn.ModuleList(Attention() for _ in range(2))) == ["0", "1"]
-
-
 def test_a_small_part_of_the_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(nn.Linear(WIDTH, 9 * WIDTH), Mixture(2))
     assert names(model) == ["layers.1.experts.0", "layers.1.experts.1"]

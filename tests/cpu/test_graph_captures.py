@@ -122,15 +122,6 @@ def test_what_found_no_host_memory_before_finds_none_in_the_capture(device: Grap
     assert training.engine.stats.num_host_limit_groups > 0
 
 
-def test_a_captured_step_is_not_recorded(training: Training, device: GraphDevice) -> None:
-    training.engine.record()
-    with training.engine.graphs.capture(device.graph()):
-        training.step()
-    assert training.engine.last_record is None
-    training.step()
-    assert training.engine.last_record is not None
-
-
 def test_more_host_memory_is_refused_in_the_capture(training: Training, device: GraphDevice) -> None:
     assert training.engine.trim_host_memory() > 0
     with pytest.raises(OffloadError, match="none can be pinned"), training.engine.graphs.capture(device.graph()):
@@ -138,13 +129,6 @@ def test_more_host_memory_is_refused_in_the_capture(training: Training, device: 
     assert not training.engine.graphs.steps and training.is_right(training.step())
     with training.engine.graphs.capture(device.graph()):
         assert training.is_right(training.step())
-
-
-def test_slabs_that_waste_memory_are_replaced_before_the_capture(training: Training, device: GraphDevice) -> None:
-    assert training.engine.pool._slabs._add(1 << 20)
-    with training.engine.graphs.capture(device.graph()) as captured:
-        training.step()
-    assert captured.slabs is not None and len(captured.slabs.by_index) == 1
 
 
 def _in_front_of_the_step(training: Training) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._model.graphs import _is_captured, captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
-from megatron_patches._model.modules import MODULES, ModuleRow, Span  # noqa: E402
+from megatron_patches._model.graphs import captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
+from megatron_patches._model.modules import MODULES  # noqa: E402
 
 # As megatron-core keeps what it captures; for inference since 0.19.
 Scope = enum.Enum("Scope", "attn mlp moe moe_router moe_preprocess mamba full_iteration")
@@ -43,13 +43,6 @@ def test_which_modules_are_captured(setting: str, scopes: str, captured: str, fr
     for name in captured.split():
         with pytest.raises(NotImplementedError, match=rf"offload_gpu_budget beside {setting}, which captures '{name}'"):
             check_cuda_graphs(graphs, [*free.split(), name], has_budget=True)
-
-
-@pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
-def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
-    """No name of the table stands for it alone."""
-    row = ModuleRow(name="of the test", saves="", spans=(Span(path),))
-    assert [scope for scope in ("attn", "mlp", "moe") if _is_captured(row, scope)] == ["attn"]
 
 
 def test_layers_are_captured_behind_the_step_that_attaches_offload() -> None:

@@ -149,11 +149,3 @@ def test_who_may_read_the_input_of_a_decoder_later(
     """What a schedule holds of it is emptied only where nobody may."""
     chunk: Any = SimpleNamespace(config=SimpleNamespace(**config))
     assert is_input_of_others(chunk, args, kwargs) == is_others
-
-
-def test_an_abandoned_step_lets_go_of_what_was_held() -> None:
-    attachment = Attachment(OffloadEngine(OffloadConfig(), AdversarialDevice()), [Chunk()], ())
-    attachment.held._input = [torch.ones(1)]
-    attachment.reset()
-    assert not attachment.held._input
-    attachment.close()

@@ -179,25 +179,6 @@ def test_remaining_holder_reads_its_bytes_after_a_step_without_backward(bench: B
         bench.finish()
 
 
-def test_storage_without_a_holder_is_not_restored(bench: Bench) -> None:
-    x = make_input() * 1  # a leaf would be held by the graph
-    out = bench.square(x)
-    bench.hold(x)
-    del x, out
-    assert bench.engine.stats.copied_in_bytes == 0
-    bench.finish()
-
-
-def test_a_retained_graph_runs_twice(bench: Bench) -> None:
-    x = make_input()
-    out = bench.square(x).sum()
-    bench.hold(x)
-    out.backward(retain_graph=True)
-    out.backward()
-    assert is_whole(x) and x.grad is not None and torch.equal(x.grad, 4 * x.detach())
-    bench.finish()
-
-
 def test_a_failed_copy_out_empties_nothing() -> None:
     device = AdversarialDevice(host_capacity=1 << 16)
     bench = Bench(device)

@@ -81,15 +81,6 @@ def test_integers_are_computed_from_integers_and_zero_from_floats(hollow: Hollow
         assert x.argmax(1).tolist() == [0] * 8 and x.sum().item() == 0
 
 
-def test_an_address_that_is_used_again_is_known_again(hollow: HollowTensors) -> None:
-    with hollow:
-        for _ in range(50):
-            of_floats = torch.ones(4).long()
-            assert of_floats.tolist() == [0] * 4
-            del of_floats
-            assert torch.arange(4).sum().item() == 6
-
-
 def test_a_fused_function_allocates_its_result_only(hollow: HollowTensors) -> None:
     def gated(x: torch.Tensor) -> torch.Tensor:
         return x * x.sigmoid() * 2 + 1

@@ -21,8 +21,6 @@ from offload_engine import (
     ResidentBudget,
     ResidentLayers,
 )
-from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
-from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice
@@ -36,23 +34,6 @@ def group(index: int, **nbytes: int) -> TensorGroup:
     for name, value in nbytes.items():
         setattr(made, name, value)
     return made
-
-
-def test_recalled_bytes_are_ahead_until_their_backward() -> None:
-    horizon = HorizonBytes(ByteCounters(None), 100)
-    recalled, following = group(0, recalled_bytes=60), group(1, leaving_bytes=60)
-    horizon.count_issued(recalled)
-    assert not horizon.has_room(following, False)
-    horizon.count_reached(recalled)
-    assert horizon.has_room(following, False)
-
-
-def test_groups_brought_back_for_a_backward_that_did_not_come_are_not_ahead() -> None:
-    horizon = HorizonGroups(1)
-    horizon.count_issued(group(0, own_device_bytes=60))
-    assert not horizon.has_room(group(1), False)
-    horizon.count_passed()
-    assert horizon.has_room(group(1), False)
 
 
 class Chain:
@@ -103,14 +84,6 @@ def test_groups_on_the_device(limit: int) -> None:
         chain.end_backward(index)
     assert chain.engine.end_iteration().peak_resident_bytes == limit * GROUP_BYTES
     assert not chain.device.hazards
-
-
-def test_groups_of_a_retained_graph_do_not_stop_the_prefetch() -> None:
-    chain = Chain(horizon_groups=2)
-    chain.forward()
-    for index in reversed(range(DEPTH)):
-        chain.begin_backward(index)  # no graph is freed
-    assert chain.engine.stats.prefetch_misses == 0
 
 
 def test_groups_that_the_backward_passed_by_do_not_come_at_once() -> None:

@@ -267,20 +267,6 @@ def test_pool_without_a_limit_takes_a_share_of_free_memory() -> None:
     assert pool.room_bytes == 800 and pool.lend(800) is not None
 
 
-def test_processes_that_grow_side_by_side_leave_each_other_room() -> None:
-    free = 1_000_000
-    pools = [make_pool(slab_bytes=100) for _ in range(8)]
-    grown = True
-    while grown:
-        grown = False
-        for pool, device in pools:
-            others = sum(other.open_bytes for _, other in pools) - device.open_bytes
-            device.told_free_bytes = free - others
-            grown |= pool.lend(1000) is not None
-    held = [device.open_bytes for _, device in pools]
-    assert 0.8 * free < sum(held) < 0.99 * free and max(held) < 1.1 * min(held)
-
-
 def test_room_is_the_largest_lease() -> None:
     pool, device = make_pool(limit_bytes=1003, slab_bytes=600)
     assert pool.room_bytes == 1000 and pool.lend(1001) is None and not device.slabs

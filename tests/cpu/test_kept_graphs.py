@@ -91,18 +91,6 @@ def test_a_later_backward_of_a_kept_graph(job: Job) -> None:
     assert job.handle.stats.num_storages_left == job.handle.stats.prefetch_misses == 0
 
 
-def test_both_in_one_backward(job: Job) -> None:
-    plain = Job()
-    for each in (plain, job):
-        kept = each.loss(100)
-        each.steps(3)
-        each.backward(kept, each.loss(1))
-        del kept
-        each.steps(2)
-    job.assert_same(plain)
-    assert not job.handle.engine.has_saved
-
-
 def test_steps_are_steps_while_a_graph_is_kept(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job.steps(1)
     num_groups = job.handle.stats.num_groups
@@ -121,22 +109,6 @@ def test_steps_are_steps_while_a_graph_is_kept(job: Job, tmp_path: Path, caplog:
     del kept
     job.steps(1)
     assert job.handle.stats.num_storages_left == 0 and job.handle.engine.last_record is not None
-
-
-def test_a_backward_of_a_kept_graph_in_a_recorded_step() -> None:
-    job, plain = Job(layers), Job()
-    for each in (plain, job):
-        kept = each.loss(100)
-        each.steps(3)
-        if each is job:
-            job.handle.record()
-        first = each.loss(1)
-        each.backward(kept)
-        each.backward(first)
-        del kept, first
-    job.assert_same(plain)
-    assert job.handle.engine.last_record is not None and "step" in job.handle.report()
-    job.handle.remove()
 
 
 def test_a_budget_leaves_the_floor() -> None:
@@ -180,13 +152,3 @@ def run(job: Job, order: str) -> int:
         if job.handle is not None and not any(job.handle.stats is each for each in found):
             found.append(job.handle.stats)
     return len(found)
-
-
-def test_retained_graphs_and_accumulated_gradients(job: Job) -> None:
-    plain = Job()
-    for each in (plain, job):
-        loss = each.loss(1)
-        loss.backward(retain_graph=True)
-        each.backward(loss, each.loss(2))
-        each.backward(each.loss(3), each.loss(4))
-    job.assert_same(plain)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,7 +28,7 @@ from offload_engine import (
     enable_activation_offloading,
 )
 from tests.adversarial import AdversarialDevice
-from tests.checkpointed import INPUT_BYTES, WatchedStack, all_equal
+from tests.checkpointed import all_equal
 from tests.decoders import HIDDEN, LENGTH, SMALL, Trace, make_decoder, train
 
 WIDTH, ROWS = 16, 8
@@ -161,19 +160,6 @@ def test_checkpoints_around_each_layer_keep_working(
     assert ("stay checkpointed by that" in caplog.text) == (is_wrapped and enable_ckpt)
 
 
-@pytest.mark.parametrize("enable_ckpt", [False, True])
-def test_layers_that_do_not_train(enable_ckpt: bool, enable: Enable) -> None:
-    """The first layers get and give tensors without gradients; one adapter in the middle starts the graph."""
-    model: Any = Net(5)
-    model.requires_grad_(False)
-    model.layers[2].linear.bias.requires_grad_()
-    plain = step(model)
-    handle = enable(model, enable_ckpt)
-    assert all_equal(step(model), plain)
-    model.requires_grad_(False)
-    assert not model(data()).requires_grad and handle.stats.num_storages_left == 0
-
-
 # -- what is on the device --------------------------------------------------------------------------------------------
 
 
@@ -186,23 +172,6 @@ def test_at_most_two_layers_are_on_the_device(enable_ckpt: bool, enable: Enable)
     assert layer_bytes == (BYTES if enable_ckpt else 4 * BYTES)
     assert stats.managed_bytes == 8 * layer_bytes and stats.peak_resident_bytes == 2 * layer_bytes
     assert stats.prefetch_misses == 0
-
-
-def test_the_inputs_of_a_layer_go_when_they_have_been_read(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the rest of its layer's backward only the next one is there; the last layer's, which never left, stays."""
-    model = WatchedStack(operator.call)
-    handle = enable(model, True, config=ALL.replace(policy=GroupWindow(2)), layers=list(model.blocks))
-    model.look = lambda: handle.engine._store.counters.resident_bytes  # without what is saved between the layers
-    model(torch.randn(2, LENGTH, HIDDEN)).backward()
-    assert model.seen == [(1, 2 * INPUT_BYTES), (0, INPUT_BYTES), (0, INPUT_BYTES), (0, 0)]
-    assert handle.stats.prefetch_misses == 0
-    monkeypatch.setattr(offload_engine.frontends.layers, "GROUP_BYTES", BYTES)
-    handle = enable(net := Net(run=lambda layer, x: layer(x, mask=x.cos())), enable_ckpt=True)
-    loss = net(data())
-    loss.backward(retain_graph=True)
-    # Two inputs each: a retained graph has them on the host, all but the last layer's.
-    assert handle.engine.pool.lent_bytes == handle.stats.copied_out_bytes == 3 * 2 * BYTES
-    loss.backward()
 
 
 def test_large_layer_leaves_in_groups_and_those_that_fit_stay(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,25 +220,6 @@ def test_each_call_of_a_layer_is_a_group(num_layers: int, num_calls: int, enable
     assert handle.layers == tuple(f"layers.{i}" for i in range(num_layers))
     assert all_equal(step(model), plain)
     assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (num_calls - 1, 1)
-
-
-def test_tensor_shared_by_two_layers_is_additional(enable: Enable) -> None:
-    """The output of a Tanh is also the input of the next layer: two layers need three such tensors."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
-    handle = enable(model, layers=list(model))
-    model(data()).sum().backward()
-    assert handle.stats.prefetch_misses == 0 and handle.stats.peak_resident_bytes == 3 * data().nbytes
-
-
-def test_the_last_layer_leaves_where_another_forward_comes_first(enable: Enable) -> None:
-    handle = enable(model := Net(3), config=ALL.replace(policy=GroupWindow(2)))
-    first = model(data(0))
-    layer_bytes = handle.stats.kept_bytes
-    assert handle.stats.copied_out_bytes == 2 * layer_bytes
-    second = model(data(1))
-    assert handle.stats.copied_out_bytes == 5 * layer_bytes
-    (first + second).backward()
-    assert handle.stats.copied_out_bytes == 5 * layer_bytes and handle.stats.prefetch_misses == 0
 
 
 def where(handle: LayerOffload) -> dict[int, set[str]]:
@@ -340,13 +290,6 @@ def test_a_model_that_looks_at_its_own_output_first(
     for seed in range(2):
         assert all_equal(step(model, seed), step(plain, seed))
         assert handle.stats.num_offloaded_groups == 3 and handle.stats.num_groups == 4
-
-
-def test_where_hooks_are_refused_the_next_forward_is_as_ever(enable: Enable) -> None:
-    handle = enable(model := Net())
-    with pytest.raises(RuntimeError, match="not here"), torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        model(data())
-    assert all_equal(step(model), step(Net())) and handle.stats.copied_in_bytes > 0
 
 
 def test_after_a_forward_without_room_on_the_host_offload_goes_on() -> None:
@@ -551,21 +494,6 @@ def test_the_checkpointing_of_the_model_is_switched_off_and_on_again(caplog: pyt
     assert model.is_gradient_checkpointing
 
 
-def test_a_cache_of_keys_is_not_filled_twice(enable: Enable) -> None:
-    """Hugging Face models make one in training, unless told not to; recomputation would append to it again."""
-    pytest.importorskip("transformers")
-    tokens = torch.arange(8)[None]
-    losses = []
-    for enable_ckpt in (False, True):
-        model: Any = make_decoder("llama")
-        enable(model, enable_ckpt, config=SMALL)
-        output = model(input_ids=tokens, labels=tokens, use_cache=True)
-        output.loss.backward()
-        assert output.past_key_values.get_seq_length() == (0 if enable_ckpt else 8)
-        losses.append([output.loss.detach(), *(p.grad for p in model.parameters())])
-    assert all_equal(*losses)
-
-
 # -- what is asked for ------------------------------------------------------------------------------------------------
 
 
@@ -581,17 +509,6 @@ def test_a_cache_of_keys_is_not_filled_twice(enable: Enable) -> None:
 def test_a_strategy_that_does_not_fit(strategy: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         enable_activation_offloading(Net(), strategy)
-
-
-def test_layers_are_the_largest_list_of_equal_modules(enable: Enable) -> None:
-    """Not the experts in them, which are more."""
-    model = nn.Module()
-    model.mixed = nn.ModuleList([nn.Linear(64, 64), nn.Embedding(999, 9)])
-    model.decoder = nn.Module()
-    model.decoder.layers = nn.ModuleList(nn.Module() for _ in range(3))
-    for layer in model.decoder.layers:
-        layer.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
-    assert enable(model).layers == ("decoder.layers.0", "decoder.layers.1", "decoder.layers.2")
 
 
 @pytest.mark.parametrize(

@@ -150,17 +150,6 @@ def test_a_module_that(way: str, tmp_path: Path) -> None:
     assert len(moved) == 2 * STEPS and (set(moved) == {inputs} if enable_ckpt else min(moved) > inputs)
 
 
-def test_resume(tmp_path: Path) -> None:
-    """Two steps without offload, then two more from the checkpoint with it; the random numbers begin anew."""
-    trainer = make_trainer(PACKAGES[0], tmp_path, [], max_steps=2)
-    trainer.fit(make_module(PACKAGES[0]), batches())
-    path = tmp_path / "two_steps.ckpt"
-    trainer.save_checkpoint(path)
-    callback = Recording()
-    assert_equal(fit(tmp_path, [], resume=path), fit(tmp_path, [callback], resume=path))
-    assert len(callback.moved) == 2 * (STEPS - 2) and min(callback.moved) > 0
-
-
 def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Path) -> None:
     copies: list[Any] = []
 

@@ -18,8 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_patches import __main__ as launcher  # noqa: E402
 from megatron_patches import add_offload_arguments, apply  # noqa: E402
 from megatron_patches._arguments import Settings, resolve  # noqa: E402
-from megatron_patches._command_line import as_typed  # noqa: E402
-from megatron_patches._versions import is_in_range  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from offload_engine.sizes import Size  # noqa: E402
 from tests.dist.programs import ROOT  # noqa: E402
@@ -30,11 +28,6 @@ SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads
 def in_front(*flags: str) -> Settings:
     """Return the settings of the launcher with these flags in front of the script."""
     return launcher._settings(add_offload_arguments(argparse.ArgumentParser()).parse_args(flags))
-
-
-def test_the_first_layers_offload_with_no_name_given() -> None:
-    settings = resolve(TransformerConfig(**SHAPE), in_front("--offload-activation", "--offload-num-layers", "1"))
-    assert settings is not None and settings.num_layers == 1 and settings.modules == ()
 
 
 def test_layers_in_front_of_the_script_beside_full_recomputation() -> None:
@@ -66,27 +59,6 @@ def test_a_budget_in_the_engines_configuration_is_one() -> None:
         settings = resolve(TransformerConfig(**SHAPE), handle._runtime._defaults)
     assert settings is not None and settings.gpu_budget == Size(60 << 30)
     assert not settings.may_recompute and settings.engine.gpu_budget is None
-
-
-def test_paths_are_not_rewritten() -> None:
-    message = "cannot write /home/me/offload_engine/out: set offload_engine. See offload_engine.policies"
-    assert as_typed(message, []) == (
-        "cannot write /home/me/offload_engine/out: set --offload-engine. See offload_engine.policies"
-    )
-
-
-@pytest.mark.parametrize(
-    ("version", "versions", "is_in"),
-    [
-        ("0.18.0rc0", ">=0.18", True),
-        ("0.17.0rc1", ">=0.18", False),
-        ("0.20.0rc0", "<0.20", False),
-        ("0.20.0+abc", ">=0.16.1,<0.21", True),
-        ("0.21.0rc0", ">=0.16.1,<0.21", False),
-    ],
-)
-def test_release_candidates_count_as_their_release(version: str, versions: str, is_in: bool) -> None:
-    assert is_in_range(version, versions) is is_in
 
 
 @pytest.mark.parametrize("flags", [("--offload-num-layers", "four"), ("--offload-fraction", "half")])

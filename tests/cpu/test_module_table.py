@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches._hooks.attach import last_of_each_name  # noqa: E402
-from megatron_patches._model.modules import MODULES, canonical_names, drop_parts  # noqa: E402
+from megatron_patches._model.modules import canonical_names  # noqa: E402
 from megatron_patches._model.sites import count_layers, find_sites, merge_surveys, survey  # noqa: E402
 from megatron_patches._model.unshared import unshared_modules  # noqa: E402
 from megatron_patches._model.validate import _missing_message  # noqa: E402
@@ -64,25 +64,6 @@ ATTENTION = (
 DENSE = (*ATTENTION, "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2")
 EXPERTS = tuple(f"mlp.experts.local_experts.{i}.linear_fc{j}" for i in (0, 1, 10) for j in (1, 2))
 MOE = (*ATTENTION, "pre_mlp_layernorm", "mlp.router", *EXPERTS)
-
-
-def test_names_of_several_vocabularies_and_their_parts() -> None:
-    assert canonical_names(["expert_fc1", "router_fc1"]) == ("router_fc1",)
-    assert canonical_names(["attn_linear", "core_attention"]) == canonical_names(["core_attn", "attn_proj"])
-    names = canonical_names(["self_attn", "core_attn", "mlp_fc1", "attn_proj"])
-    assert drop_parts(names) == (("self_attn", "mlp_fc1"), ("core_attn", "attn_proj"))
-
-
-def test_the_rows_name_modules_that_exist() -> None:
-    known = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
-    known |= {"gdp_in_proj", "mhc"}
-    rows = {row.name: row for row in MODULES}
-    for row in MODULES:
-        assert {*row.recomputed_by, *row.discarded_by, *row.input_of} <= known
-        assert {*row.input_of} <= {*row.recomputed_by}
-        assert {*row.parts} <= rows.keys()
-        for name in row.shares_with or ():
-            assert row.name in (rows[name].shares_with or (row.name,)), f"{name} does not share with {row.name}"
 
 
 def test_sites_come_in_the_order_of_execution() -> None:
@@ -157,13 +138,6 @@ def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
     assert (called - in_a_plan, in_a_plan - called) == ({"mlp"}, {"mlp.router", "mlp.experts"})
     assert _unshared(layer, ["router_fc1"], PLAN) == _unshared(layer, ["router_fc1"])
     assert "mlp" in _unshared(_Layer(*DENSE), ["qkv_linear"], PLAN)
-
-
-def test_attention_that_looks_for_its_keys_reads_what_the_projections_read() -> None:
-    layer = _Layer(*DENSE, f"{KERNEL}.indexer")
-    assert _unshared(layer, ["core_attn"]) == {*NORMS, "mlp"}
-    assert _unshared(layer, ["qkv_linear"]) == {"pre_mlp_layernorm", "mlp"}
-    assert "self_attention" in _unshared(layer, ["mlp_norm"])
 
 
 @pytest.mark.parametrize("path", ["", "self_attention", KERNEL])

@@ -76,15 +76,6 @@ def test_a_running_step_reads_through_its_engine(runner: Any) -> None:
     assert len(runner.running_engine.reads) == 2
 
 
-def test_without_a_running_step_the_original_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = mock.Mock(return_value="original")
-    monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", original)
-    with apply_patches(moe_rows(SimpleNamespace(running_engine=None))):
-        splits = on_device(torch.arange(4))
-        moved = token_dispatcher.maybe_move_tensor_to_cpu(splits, as_numpy=True, record_stream=True)
-    assert moved == "original" and original.call_args == mock.call(splits, as_numpy=True, record_stream=True)
-
-
 def _dispatcher() -> Any:
     """Return an alltoall dispatcher in front of its reads, which it starts and waits for at one point."""
     dispatcher = object.__new__(token_dispatcher.MoEAlltoAllTokenDispatcher)
@@ -163,20 +154,6 @@ def test_allgather_reads_through_the_engine(runner: Any) -> None:
     with pytest.raises(AssertionError, match="the host waits for"):
         _allgather(*map(on_device, inputs))
     assert all(torch.equal(a, b) for a, b in zip(_allgather(*inputs), got, strict=True))
-
-
-def test_permute_takes_the_count_that_it_is_told(runner: Any) -> None:
-    scores = torch.rand(32, 8, generator=torch.Generator().manual_seed(4))
-    hidden, routing_map, count = torch.randn(32, 4), scores > 0.5, int((scores > 0.5).sum())
-    moved = [on_device(tensor) for tensor in (hidden, routing_map, scores)]
-    got = token_dispatcher.permute(*moved, num_out_tokens=count)
-    assert runner.running_engine.reads == []
-    runner.running_engine = None
-    is_needed = any(row.target.endswith(":permute") for row in runner.rows)
-    with pytest.raises(AssertionError, match="the host waits for") if is_needed else nullcontext():
-        token_dispatcher.permute(*moved, num_out_tokens=count)
-    wanted = token_dispatcher.permute(hidden, routing_map, probs=scores, num_out_tokens=count)
-    assert all(torch.equal(a, b) for a, b in zip(wanted[:3], got[:3], strict=True))
 
 
 @pytest.mark.parametrize("name", ["TEGroupedMLP", "SequentialMLP"])

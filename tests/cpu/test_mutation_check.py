@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +13,7 @@ from tests.tool_scripts import TOOLS, load_tool
 pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 ROOT = TOOLS.parent
-mutation_check, tested_lines = load_tool("mutation_check"), load_tool("tested_lines")
-mutations = load_tool("mutations")
+mutation_check, mutations = load_tool("mutation_check"), load_tool("mutations")
 
 
 def test_every_documented_rule_has_a_wait_to_remove() -> None:
@@ -46,35 +42,6 @@ def test_decisions_of_every_policy_are_changed() -> None:
     assert len(set(mutations.FILES)) == len(mutations.FILES) > 20
 
 
-def test_mutations_are_programs_that_differ() -> None:
-    found = mutation_check.find_mutations(ROOT)
-    sources = {path: (ROOT / path).read_text() for path in {mutation.path for mutation in found}}
-    dumps = {path: ast.dump(ast.parse(source)) for path, source in sources.items()}
-    for mutation in found:
-        assert ast.dump(ast.parse(mutation.apply(sources[mutation.path]))) != dumps[mutation.path], mutation
-    assert len({mutation[:5] for mutation in found}) == len(found)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="needs sys.monitoring")
-def test_a_record_tells_which_tests_run_a_line_and_is_kept_up_to_date(tmp_path: Path) -> None:
-    root, record = tmp_path / "root", tmp_path / "record"
-    for folder in ("package", "tests/cpu"):
-        (root / folder).mkdir(parents=True)
-    (root / "package/__init__.py").write_text("def one():\n    return 1\n\n\ndef two():\n    return 2\n")
-    of_one, of_two = ("tests/cpu/test_one.py", "tests/cpu/test_two.py")
-    header = "from package import one, two\n"
-    (root / of_one).write_text(f"{header}def test(): one()\ndef test_fails(): 1 / 0\n")
-    (root / of_two).write_text(f"{header}def test_both(): one() + two()\n")
-    found = tested_lines.bring_up_to_date(record, root, "package")
-    assert set(found.of("package/__init__.py", 2, 2)) == {f"{of_one}::test", f"{of_two}::test_both"}
-    assert found.of("package/__init__.py", 5, 6) == [f"{of_two}::test_both"]
-    assert tested_lines.load(record) == found
-    (root / of_one).write_text(f"{header}def test_new(): two()\n")
-    found = tested_lines.bring_up_to_date(record, root, "package")
-    assert found.of("package/__init__.py", 2, 2) == [f"{of_two}::test_both"]
-    assert set(found.seconds) == {f"{of_one}::test_new", f"{of_two}::test_both"}
-
-
 def check_with(changed: Any, *tests: str) -> Any:
     """Make a check of a mutation whose line these tests run, by node ID below tests/cpu."""
     ids = [f"tests/cpu/{test}" for test in tests]
@@ -100,18 +67,3 @@ def test_a_missing_wait_is_caught_by_the_test_of_it_alone() -> None:
     no_program = rule_5._replace(replacement="pass )")
     ((_, outcome),) = check_with(no_program, RULE_5).run([(0, no_program)], 1)
     assert outcome.verdict == "error", "it is not caught"
-
-
-def test_a_test_that_fails_without_a_mutation_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = mutation_check._copy
-
-    def copy_with_a_failing_test(root: Path, target: Path) -> Path:
-        copy(root, target)
-        (target / "tests/cpu/test_failing.py").write_text("def test(): raise OSError\n")
-        return target
-
-    monkeypatch.setattr(mutation_check, "_copy", copy_with_a_failing_test)
-    changed, failing = no_rule_5(), "test_failing.py::test"
-    check = check_with(changed, failing, OTHER)
-    assert check.leave_out_failing([(0, changed)], 1) == {f"tests/cpu/{failing}"}
-    assert [outcome.verdict for _, outcome in check.run([(0, changed)], 1)] == ["survived"]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -99,18 +97,6 @@ def test_a_file_is_written_beside_the_training(tmp_path: Path) -> None:
     assert gone() is None
 
 
-def test_a_file_is_complete_before_the_next_one_begins(observer: Observer, tmp_path: Path) -> None:
-    device = Late()
-    observer.ask(tmp_path / "step{step}.json")
-    run(observer, device=device)
-    observer.ask(tmp_path / "step{step}.json")  # while the first is waited for
-    threading.Timer(0.05, device.is_there.set).start()
-    run(observer)
-    assert len(read_records(tmp_path / "step0.json")) == 1
-    observer.close()
-    assert len(read_records(tmp_path / "step1.json")) == 1
-
-
 def test_a_step_asked_for_in_a_recorded_step_has_its_own_file(observer: Observer, tmp_path: Path) -> None:
     observer.ask(tmp_path / "first.json")
     recorder = observer.begin(ClockDevice())
@@ -141,20 +127,3 @@ def test_a_file_is_written_where_no_thread_can_start(
     run(observer)
     assert len(read_records(tmp_path / "step.json")) == 1
     observer.close()
-
-
-AT_EXIT = """
-import sys, torch
-from offload_engine import OffloadConfig, enable_activation_offloading
-model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-handle = enable_activation_offloading(model, "none", config=OffloadConfig(directory="none", min_tensor_bytes=1),
-                                      layers=list(model))
-handle.record(sys.argv[1])
-model(torch.ones(64, 64)).sum().backward()
-"""
-
-
-def test_a_process_that_ends_finishes_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "step.json"
-    subprocess.run([sys.executable, "-c", AT_EXIT, str(file)], check=True, cwd=Path(__file__).parents[2])
-    assert len(read_records(file)) == 1

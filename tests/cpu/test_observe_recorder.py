@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -148,21 +147,6 @@ def test_a_group_is_on_its_way_from_the_first_byte_on(step: Step) -> None:
     assert packed.end_ms == leaving.begin_ms == pytest.approx(MS_OF_COPY)
 
 
-def test_copies_and_waits_have_the_times_of_their_streams(step: Step) -> None:
-    out_and_back(step, Group())
-    record = step.recorder.finish().get()
-    (out, back), (first, second) = record.copies, record.waits
-    assert [(c.op, c.group, c.nbytes) for c in record.copies] == [(OUT, "0.3:0", 20 * KIB), (IN, "0.3:0", 20 * KIB)]
-    assert out.end_ms - out.begin_ms == pytest.approx(2 * MS_OF_COPY) and out.begin_ms == pytest.approx(5)
-    assert out.issued_ms == pytest.approx(3.0), "host time: it runs ahead of the device"
-    assert (first.awaited, second.awaited) == (Awaited.COPY_OUT, Awaited.COPY_IN)
-    assert (first.begin_ms, first.end_ms) == pytest.approx((out.begin_ms, out.end_ms))
-    assert second.end_ms - second.begin_ms == pytest.approx(back.end_ms - back.begin_ms)
-
-
-# ---- reasons ----
-
-
 # ---- what it leaves alone ----
 
 
@@ -214,16 +198,6 @@ def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: typ
     recorder.note_saved(torch.zeros(3), Group(is_ungrouped=True), reason=Reason.WEIGHT)
     names = [saved.module for saved in recorder.finish().get().saved]
     assert names == ["parts.0", "parts.1", "parts.0", "Saving" if error is ValueError else "parts.0", ""]
-
-
-def test_the_hooks_are_off_after_the_step() -> None:
-    hooks = torch.nn.modules.module._global_forward_pre_hooks
-    for end in (Recorder.finish, Recorder.close):
-        recorder = Step(modules=ModuleHooks()).recorder
-        assert len(hooks) == 1
-        end(recorder)
-        recorder.close()
-        assert not hooks
 
 
 # ---- reasons to stay ----
@@ -286,23 +260,6 @@ def test_a_record_is_made_once_and_gives_its_marks_back() -> None:
     assert num_blocking > 0 and pending.get() is found and device.num_blocking == num_blocking
 
 
-@pytest.mark.parametrize("compares_clocks", [True, False])
-def test_times_begin_where_the_device_does(compares_clocks: bool) -> None:
-    """The host makes a move 1 ms after it began the step, which the device begins milliseconds later."""
-    device: Any = ClockDevice()
-    device.compute(10.0)
-    lag_ms = device.clocks.now.compute - device.clocks.now.host if compares_clocks else 0.0
-    assert lag_ms > 1.0 or not compares_clocks
-    begin_ns = time.time_ns()
-    recorder = Recorder(device, compares_clocks=compares_clocks, clock=lambda: round(device.clocks.now.host * 1e6))
-    device.clocks.now.host += 1.0
-    recorder.note_move(OUT, Group(), 1)
-    device.compute(7.0)
-    record = recorder.finish().get()
-    assert record.moves[0].host_ms == pytest.approx(1.0 - lag_ms) and record.duration_ms == 7.0
-    assert (record.begin_unix_ns - begin_ns) / 1e6 == pytest.approx(lag_ms, abs=5.0)
-
-
 def test_a_forked_process_is_told_where_the_record_is(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     pending, made = step.recorder.finish(), step.recorder.finish()
     record = made.get()
@@ -310,15 +267,3 @@ def test_a_forked_process_is_told_where_the_record_is(step: Step, monkeypatch: p
     assert made.get() is record
     with pytest.raises(RuntimeError, match=r"recorded in process \d+: read its record there"):
         pending.get()
-
-
-def test_a_wait_to_drop_a_storage_is_not_where_its_group_came_to_the_host(step: Step) -> None:
-    group = Group()
-    first, second = step.save(group), step.save(group)
-    copied_out = step.copy(OUT, group, first, second)
-    step.wait(Awaited.COPY_OUT, group, copied_out)
-    step.recorder.note_residency(first, Residency.RETIRED)
-    step.device.compute(3.0)
-    step.recorder.note_residency(second, Residency.ON_HOST)
-    on_host = step.recorder.finish().get().stages[-1]
-    assert on_host.residency == "on host" and on_host.begin_ms == pytest.approx(2 * MS_OF_COPY + 3.0)

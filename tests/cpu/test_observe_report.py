@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from offload_engine._observe.chrome_trace import write_trace
-from offload_engine._observe.fold import ModuleRow, fold, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     Awaited,
@@ -35,10 +34,6 @@ def saved(
     group: str, storage: int, reason: Reason, nbytes: int = MIB, *, name: str = "attn", module: str = ""
 ) -> SavedRecord:
     return SavedRecord(group, name if ":" in group else "", module, (512, 512), "float32", nbytes, storage, reason)
-
-
-def module_rows(*records: StepRecord) -> list[ModuleRow]:
-    return fold(row for record in records for row in sums_of(record).rows)
 
 
 def a_step(
@@ -81,45 +76,6 @@ def a_step(
     )
 
 
-def test_rows_are_sums_of_storages_folded_over_layers_that_are_alike() -> None:
-    rows = {(row.module, numbers_text(row.layers)): row.sums for row in module_rows(a_step())}
-    assert set(rows) == {
-        ("attn", "0-2"),
-        ("attn", "3"),
-        ("decoder.layers.*.norm", "0-3"),
-        ("decoder.layers.*.mlp.fc2", "0"),
-    }
-    moved, kept = rows["attn", "0-2"], rows["attn", "3"]
-    assert (moved.num_groups, moved.moved_bytes, moved.kept_bytes) == (3, 3 * MIB, 0), "a storage counts once"
-    assert (kept.num_groups, kept.moved_bytes, kept.kept_bytes) == (1, 0, MIB)
-    assert rows["decoder.layers.*.norm", "0-3"].small_bytes == 4096
-    assert rows["decoder.layers.*.mlp.fc2", "0"].stayed_bytes == {Reason.NOT_ASKED: MIB}
-    assert (moved.wait_ms, kept.wait_ms) == (1.5, 0.0), "very short waits are none"
-
-
-def test_ranks_fold_where_reasons_are_alike_whatever_the_sizes() -> None:
-    """Those of experts differ in every layer and on every rank. To add one row to another once changed both."""
-    sums = [sums_of(each) for each in (a_step(0), a_step(1, small_bytes=2048), a_step(2, unasked=Reason.EXCLUDED))]
-    rows = fold(row for each in sums for row in each.rows)
-    unasked = {numbers_text(row.ranks): row.sums.stayed_bytes for row in rows if row.module.endswith("fc2")}
-    assert unasked == {"0-1": {Reason.NOT_ASKED: 2 * MIB}, "2": {Reason.EXCLUDED: MIB}}
-    (attn,) = [row for row in rows if row.module == "attn" and row.sums.moved_bytes]
-    assert attn.ranks == {0, 1, 2} and attn.sums.moved_bytes == 9 * MIB
-    (norms,) = [row for row in rows if row.sums.small_bytes]
-    assert norms.sums.small_bytes == 4 * (1024 + 2048 + 1024)
-    assert [each.rows[0].sums.moved_bytes for each in sums] == [3 * MIB] * 3
-
-
-def test_stages_are_those_of_the_whole_pipeline() -> None:
-    """Stage 1 of each of two ranks: stages 2 and 3."""
-    records = [replace(a_step(rank), pipeline_rank=rank, num_pipeline_ranks=2) for rank in range(2)]
-    stages = [(row.stages, row.ranks) for row in module_rows(*records) if row.sums.moved_bytes]
-    assert stages == [({2}, {0}), ({3}, {1})]
-    assert [row.stages for row in module_rows(*records) if row.sums.small_bytes] == [{2, 3}], "without groups"
-    assert [row.stage for row in why_rows(records, "attn")[:2]] == [2, 3]
-    assert [cells_of(line)[:2] for line in report_table(records).splitlines()[-3:-1]] == [["0", "2"], ["1", "3"]]
-
-
 def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")]
 
@@ -134,18 +90,6 @@ def test_the_report_has_both_tables_and_shows_the_worst_of_ranks_with_the_same_s
     link = ["0, 3", "1", "20.0", "11.4", "0.4", "50%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
     assert cells_of(lines[-2]) == link
     assert report_table([]) == "no step was recorded\n"
-
-
-def test_why_answers_for_module_shape_and_reason() -> None:
-    records = [a_step()]
-    assert {row.reason for row in why_rows(records, "attn")} == {Reason.MOVED, Reason.KEPT}
-    assert [row.module for row in why_rows(records, "not asked")] == ["decoder.layers.*.mlp.fc2"]
-    assert [row.group for row in why_rows(records, "moved|not asked")] == ["attn", ""]
-    assert [row.layers for row in why_rows(records, r"layers\.2\.")] == [(2,)]
-    (row,) = why_rows(records, "too small")
-    assert (row.num_tensors, row.nbytes, row.layers) == (4, 4096, (0, 1, 2, 3))
-    assert why_rows(records, "512x513") == [] and len(why_rows(records, "512X512")) == 4
-    assert "lower min_tensor_bytes" in why_text(records, "norm")
 
 
 # ---- the command ----

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload_engine import enable_activation_offloading
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VERL = "verl.workers.engine.fsdp"
 
@@ -40,12 +38,6 @@ def import_example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]
         return module
 
     return import_it
-
-
-def test_verl_calls_the_engine(import_example: Callable[..., ModuleType]) -> None:
-    worker = SimpleNamespace(enable_activation_offloading=None)
-    import_example("with_verl", {VERL: {"transformer_impl": worker}})
-    assert worker.enable_activation_offloading is enable_activation_offloading
 
 
 def test_a_verl_that_calls_something_else_is_refused(import_example: Callable[..., ModuleType]) -> None:

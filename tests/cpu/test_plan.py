@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_engine.planning.moves import (
-    BACKWARD_END,
     COMMIT,
     DROP,
-    FORWARD,
     IN,
     ITERATION_END,
     OUT,
@@ -30,14 +28,6 @@ from offload_engine.schedule import ChunkKey, parse_actions
 
 ACTIONS = parse_actions("F0.0 F0.1 B0.0 B0.1")
 SHAPES = (ChunkShape((GroupShape("attention"), GroupShape("mlp")), tail_index=1, launch_counts=(2,), has_head=True),)
-TEXT = """\
-F0.0:0     OUT 0.0:0
-F0.1:0     OUT 0.1:0 DROP 0.0:0
-F0.1:launch2 OUT 0.1:1
-B0.0:1     IN 0.0:0
-B0.0:1/end DROP 0.1:0 0.1:1 IN 0.1:1
-B0.1:1     IN 0.1:0
-"""
 
 KEYS = st.builds(ChunkKey, st.integers(0, 12), st.integers(0, 300))
 GROUPS = st.builds(GroupKey, KEYS, st.integers(0, 99))
@@ -66,20 +56,6 @@ def test_format_is_the_inverse_of_parse(text: str) -> None:
     with contextlib.suppress(ValueError):
         plan = parse_plan(text)
         assert parse_plan(format_plan(plan)) == plan
-
-
-def test_format_groups_moves_by_op_and_parse_returns_the_same() -> None:
-    plan = parse_plan(TEXT)
-    assert format_plan(plan) == TEXT
-    assert plan.at(Boundary(BACKWARD_END, ChunkKey(0, 0), 1)) == (
-        PlannedMove(DROP, GroupKey(ChunkKey(0, 1), 0)),
-        PlannedMove(DROP, GroupKey(ChunkKey(0, 1), 1)),
-        PlannedMove(IN, GroupKey(ChunkKey(0, 1), 1)),
-    )
-    assert plan.at(Boundary(FORWARD, ChunkKey(0, 0))) == ()
-    validate_plan(plan, ACTIONS, SHAPES)
-    again = "F0.0:0 OUT 0.0:0\nF0.1 IN 0.0:0 OUT 0.0:0\nB0.0:0 IN 0.0:0"  # it came back, and may leave again
-    validate_plan(parse_plan(again), ACTIONS, SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -187,16 +163,3 @@ def test_boundaries_of_a_step_in_order() -> None:
 def test_impossible_shapes_and_steps(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_the_last_of_each_name_in_the_last_two_layers_stay_for_a_backward_at_once() -> None:
-    groups = (
-        GroupShape("mixer", 0),
-        GroupShape("attention", 1),
-        GroupShape("mlp", 1),
-        GroupShape("mlp", 2),
-        GroupShape("rest", -1),
-    )
-    assert ChunkShape(groups).kept_at_once() == {1, 3}
-    assert ChunkShape(groups, num_layers=4).kept_at_once() == {3}
-    assert ChunkShape((GroupShape("layers", keep=True), GroupShape("layers"))).kept_at_once() == {0}

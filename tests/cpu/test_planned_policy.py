@@ -263,19 +263,6 @@ def test_no_chunk_outlives_its_step_planned_or_not(bounds: dict[str, int]) -> No
     assert not alive() - before
 
 
-def test_a_kept_group_stays_whatever_the_plan() -> None:
-    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
-        """The input of the last is declared, before which what a plan has delayed leaves."""
-        return [save_group(chunk, name, i, KEPT, engine if i == 3 else None) for i, name in enumerate("abab")]
-
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
-    bench.step(PIPELINE, save)
-    bench.check_planned()
-    assert bench.engine.stats.copied_out_bytes == 0
-
-
 def test_a_delayed_group_leaves_at_once_where_the_link_is_behind() -> None:
     """So it is in the second chunk: what the first has copied out fills the limit in flight."""
     are_delayed: list[bool] = []

@@ -134,11 +134,6 @@ def test_golden(golden: Golden) -> None:
         assert text.strip() == f"# rank {rank}\n{format_plan(plan)}".strip()
 
 
-def test_no_golden_file_without_a_test() -> None:
-    assert set(ARTIFACTS.glob("plan_*.txt")) == {golden.file for golden in PLANS}
-    assert len({golden.file for golden in PLANS}) == len(PLANS)
-
-
 def layers(num_layers: int, *names: str) -> tuple[GroupShape, ...]:
     """Return groups of one byte each."""
     return tuple(GroupShape(name, layer, 1) for layer in range(num_layers) for name in names)
@@ -155,11 +150,6 @@ def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_the_rest_take
     assert texts[:2] == ["F0.0:1 OUT 0.0:0 0.0:1", "F0.0:end OUT 0.0:2"]
     with pytest.raises(ValueError, match="skip names 'keep'; the passes are everything_leaves, keep_turn_around"):
         plan_step(parse_actions("F0.0 B0.0"), (shape,), skip=("keep",))
-
-
-def test_a_group_whose_module_runs_again_leaves_late_also_if_it_is_the_only_one() -> None:
-    shape = ChunkShape((GroupShape("shared", nbytes=2, unkeep_count=1),))
-    assert lines_of(plan_step(parse_actions("F0.0 B0.0"), (shape,)))[0] == "F0.0:0/unkeep OUT 0.0:0"
 
 
 def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None:

@@ -243,12 +243,6 @@ def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(make: Any, name
         _check_that_it_stays(tensor)
 
 
-def test_a_marked_tensor_stays() -> None:
-    tensor: Any = _quantized(torch.ones(2, *SHAPE, dtype=torch.uint8))
-    tensor._TE_do_not_offload = True
-    _check_that_it_stays(tensor)
-
-
 def _check_that_it_stays(tensor: torch.Tensor) -> None:
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
     with engine.iteration():

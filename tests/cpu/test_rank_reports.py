@@ -75,15 +75,3 @@ def _share_on_some(announces: bool, is_last_look: bool) -> tuple[list[str | None
             looks.append(reports.table())
     torch.distributed.barrier()
     return looks, wait_s
-
-
-def test_a_rank_whose_process_group_is_gone_does_not_take_itself_for_rank_0() -> None:
-    assert run_ranks(_share_at_exit, world_size=2, pipeline=PlainGroup()) == [True, False]
-
-
-def _share_at_exit() -> bool:
-    reports = RankReports("x")
-    reports.announce()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    return reports.share(None)

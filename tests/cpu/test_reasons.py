@@ -17,7 +17,6 @@ from offload_engine import (
     OffloadConfig,
     OffloadEngine,
     ResidentBudget,
-    manage_activations,
 )
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.reasons import Reason
@@ -124,22 +123,6 @@ def test_reason_of_a_tensor_that_may_not_move(name: str) -> None:
     tensor, reason = candidates()[name]
     saved = record_of(lambda engine, chunk: in_group(tensor, chunk)).saved[0]
     assert (saved.reason, saved.shape) == (reason, tuple(tensor.shape))
-
-
-def test_a_step_that_begins_with_a_saved_tensor_knows_module_and_weights() -> None:
-    """The hooks are on before the model runs, and the checker of a front-end rejects weights among others."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
-    activations = manage_activations(model, OffloadConfig(min_tensor_bytes=1024), group_bytes=1)
-    activations.record()
-    with activations:
-        loss = model(torch.randn(16, 64)).square().mean()
-    loss.backward()
-    record = activations.engine.last_record
-    assert record is not None
-    modules = [saved.module for saved in record.saved if saved.shape == (16, 64)]
-    assert modules == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1", ""], "the last is saved by the loss"
-    assert {saved.reason for saved in record.saved if saved.shape == (64, 64)} == {Reason.WEIGHT}
-    activations.close()
 
 
 def test_a_closed_engine_takes_its_hooks_off() -> None:

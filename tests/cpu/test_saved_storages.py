@@ -114,24 +114,6 @@ def test_several_tensors_over_one_storage(first: str, is_on_host: bool) -> None:
     check_restored(saved, is_on_host)
 
 
-def test_held_in_another_form() -> None:
-    """The holder of the bytes may hold a view; the saved tensor is not that view."""
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    saved = torch.randn(4, 6)
-    values, other = saved.clone(), saved.detach()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        [handle] = save(chunk, [saved])
-        release_all(engine)
-        engine.held_elsewhere(saved.view(24))  # `other` is not told of, so the storage stays
-        assert engine.stats.num_viewed_storages == 1
-        chunk.on_group_commit_backward(chunk.groups[0])
-        restored = chunk.tensor_pop(handle)
-        assert restored.shape == (4, 6) and torch.equal(restored, values)
-        del handle, other
-    engine.close()
-
-
 # -- writes in between, and what the version counter does not show -----------------------------------------------------
 
 
@@ -160,22 +142,6 @@ def test_a_storage_written_after_a_group_has_saved_it_is_saved_anew(engine: Offl
         del unused
     assert x.grad is not None and torch.equal(x.grad, -(x.detach() + 1).sin())
     assert engine.stats.copied_out_bytes == 2 * x.nbytes
-
-
-def test_only_a_tensor_that_moves_and_is_not_saved_yet_starts_a_storage() -> None:
-    engine = OffloadEngine(AT_ONCE.replace(min_tensor_bytes=64), AdversarialDevice())
-    with engine.iteration():
-        chunk, x = engine.start_chunk(), torch.ones(64)
-        chunk.open_group("group")
-        assert not chunk.hooks.would_start_storage(torch.ones(1))
-        assert chunk.hooks.would_start_storage(x)
-        handle = chunk.tensor_push(x)
-        assert not chunk.hooks.would_start_storage(x[32:])
-        x.add_(1)
-        assert chunk.hooks.would_start_storage(x)
-        chunk.close_group()
-        del handle
-    engine.close()
 
 
 class Part(nn.Module):
@@ -342,21 +308,6 @@ def test_several_saves_of_a_storage_do_not_hold_its_bytes() -> None:
 
 
 # -- what ends ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_copy_in_that_no_backward_uses_gives_its_bytes_back_to_the_horizon() -> None:
-    device = AdversarialDevice()
-    engine = OffloadEngine(AT_ONCE, device)
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        handles = save(chunk, [torch.ones(64)])
-        device.drain()
-        chunk.begin_backward()
-        chunk.bulk_reload_group(0)
-        assert engine.snapshot().prefetched_bytes == 256
-        handles.clear()
-        assert engine.snapshot().prefetched_bytes == 0
-    engine.close()
 
 
 def test_a_failed_copy_of_a_dropped_tensor_is_raised_by_the_next_boundary() -> None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of chunks: against golden files, and against what megatron-core's own schedules call.
-
-The golden files hold orders recorded from megatron-core (one line a rank), so that the functions are checked where
-megatron-core is not installed too. `python -m tests.cpu.test_schedule` records them again.
-"""
+"""The order of chunks, against what megatron-core's own schedules call."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -56,10 +51,6 @@ class Shape(NamedTuple):
         parts += [] if self.group is None else [f"group{self.group}"]
         return "_".join(parts + ["overlap"] * self.overlap)
 
-    @property
-    def golden_file(self) -> Path:
-        return ARTIFACTS / f"schedule_{self.name}.txt"
-
     def actions(self, rank: int) -> list[Action]:
         if self.pp == 1:
             return no_pipelining(self.microbatches, self.overlap)
@@ -99,19 +90,6 @@ CROSS_CHECKED = [
     *(Shape(4, vpp, m, group) for vpp in (2, 3) for m, group in ((5, 5), (9, 5), (10, 6))),
     *(Shape(2, 2, m, group, overlap=True) for m, group in ((3, 3), (5, 3))),
 ]
-
-
-@pytest.mark.parametrize("shape", GOLDEN, ids=lambda shape: shape.name)
-def test_golden(shape: Shape) -> None:
-    lines = [line for line in shape.golden_file.read_text().splitlines() if not line.startswith("#")]
-    assert len(lines) == shape.pp
-    for rank, line in enumerate(lines):
-        assert format_actions(shape.actions(rank)) == line
-        assert parse_actions(line) == shape.actions(rank)
-
-
-def test_no_golden_file_without_a_test() -> None:
-    assert set(ARTIFACTS.glob("schedule_*.txt")) == {shape.golden_file for shape in GOLDEN}
 
 
 def test_orders_are_those_of_megatron() -> None:
@@ -293,14 +271,3 @@ def test_groups_that_are_passed_in_need_no_parallel_state() -> None:
     call = {"pg_collection": groups}
     assert _stage_groups(call) == (groups.dp_cp, groups.tp) and _pipeline_group(call) is groups.pp
     assert _stage_groups({}) == () and _pipeline_group({}) is None
-
-
-def write_golden_files() -> None:
-    head = f"# recorded from megatron-core {version('megatron-core')}, a line a rank: F0.3 is stage 0, microbatch 3"
-    for shape in GOLDEN:
-        lines = [head, *(format_actions(record_megatron(shape, rank)) for rank in range(shape.pp))]
-        shape.golden_file.write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    write_golden_files()

@@ -71,16 +71,6 @@ def test_an_iteration_spans_forward_and_backward(session: Session, forward: Call
     assert session.stats.copied_out_bytes == copied_out > 0 and session.stats.num_kept_groups == 1
 
 
-def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    forward()
-    stats = session.stats
-    assert bool(session.engine.is_in_iteration) and not session.engine.has_saved
-    loss = forward()
-    assert session.stats is not stats
-    loss.backward()
-    assert not session.engine.is_in_iteration
-
-
 def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
     """Then the last group of the first one leaves, too."""
     first = forward()
@@ -92,24 +82,6 @@ def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Call
     assert bool(session.engine.is_in_iteration)
     first.backward()
     assert not session.engine.is_in_iteration and session.stats.num_kept_groups == 1
-
-
-def test_a_backward_that_raises_does_not_end_it(session: Session, groups: AutomaticGroups) -> None:
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with groups.hooks():
-        middle = x.exp()
-        loss = middle.exp().sum()
-
-    def fail(grad: torch.Tensor) -> None:
-        raise ArithmeticError("not today")
-
-    handle = middle.register_hook(fail)  # the last exponential has been unpacked by then
-    with pytest.raises(ArithmeticError):
-        loss.backward(retain_graph=True)
-    handle.remove()
-    assert session.engine.is_in_iteration
-    loss.backward()
-    assert not session.engine.is_in_iteration
 
 
 def test_passive_without_gradients_inside_a_backward_and_inside_a_forward(session: Session) -> None:
@@ -141,19 +113,6 @@ def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tenso
     assert not session.engine.is_in_iteration
 
 
-def test_weights_are_asked_for_in_each_iteration(device: AdversarialDevice) -> None:
-    weights = [torch.randn(ROWS, WIDTH)]
-    session = Session(OffloadEngine(OffloadConfig(min_tensor_bytes=0), device), lambda: weights)
-    for _ in range(2):
-        weights[0] = torch.randn(ROWS, WIDTH)  # at another address
-        x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        with AutomaticGroups(session, 1).hooks():
-            loss = (x * weights[0]).sum()
-        assert session.stats.managed_bytes == 0
-        loss.backward()
-    session.close()
-
-
 def test_after_a_failed_copy_the_next_forward_starts_anew(
     session: Session, device: AdversarialDevice, forward: Callable[[], torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,29 +142,6 @@ def test_full_group_stays_open_for_tensors_of_its_storages(
     assert session.stats.num_groups == 0 and session.stats.managed_bytes == 2 * TENSOR_BYTES, "a storage counts once"
     loss.backward()
     assert session.stats.num_kept_groups == 1 and session.stats.copied_out_bytes == 0
-
-
-def test_groups_closed_by_the_caller_only(session: Session) -> None:
-    groups = AutomaticGroups(session, None)
-    groups.close_group()  # none is open
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with groups.hooks():
-        y = x.sin().sin().sin()
-        assert session.stats.num_groups == 0
-        groups.close_group()
-        assert session.stats.num_groups == 1
-        y = y.cos()
-    y.sum().backward()
-    assert session.stats.num_groups == 2
-
-
-def test_unpack_outside_a_backward_begins_no_backward(session: Session, groups: AutomaticGroups) -> None:
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with groups.hooks():
-        y = (x * 1).exp()
-        assert torch.equal(y.grad_fn._saved_result, y)  # type: ignore[union-attr]
-        assert session.chunk is not None
-    y.sum().backward()
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -17,13 +17,10 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-from megatron_patches import Handle, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
+from megatron_patches import Handle, apply  # noqa: E402
 from megatron_patches._arguments import Settings, resolve  # noqa: E402
-from megatron_patches._model.graphs import captured_names, check_cuda_graphs  # noqa: E402
-from megatron_patches._model.modules import canonical_names  # noqa: E402
 from megatron_patches._model.thresholds import Thresholds, parse_thresholds  # noqa: E402
 from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
-from tests.gpu.test_cuda_graphs import UPSTREAM, recipe  # noqa: E402
 
 NO_DEFAULTS = Settings(OffloadConfig(), ())
 RECIPE: dict[str, Any] = {
@@ -84,21 +81,6 @@ def test_every_setting_becomes_one_of_ours_or_nothing(applied: Handle, caplog: p
     assert settings_of(serial).engine.policy == FixedBounds(max_inflight_bytes=0)
 
 
-@needs_new
-def test_recipes_beside_graphs(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of megatron-core's own test, which tests/gpu/test_cuda_graphs.py trains."""
-    for scopes, names, has_latents, fraction, is_delayed in UPSTREAM:
-        captures = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": scopes}
-        config = make(
-            MLATransformerConfig if has_latents else TransformerConfig,
-            **{**recipe(names, fraction, is_delayed), **captures, "offload_engine": True, "num_moe_experts": 4},
-        )
-        settings = settings_of(config)
-        assert settings.modules == canonical_names(names) and settings.engine.fraction == fraction
-        check_cuda_graphs(config, settings.modules)
-        assert captured_names(config, settings.modules) == [n for n in names if n in ("core_attn", "attn_proj")]
-
-
 def test_layers_of_transformer_engines_offload(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
     layers = {"cpu_offloading": True, "cpu_offloading_num_layers": 3, "cpu_offloading_weights": True}
     config = make(**layers, offload_engine=True)
@@ -108,13 +90,6 @@ def test_layers_of_transformer_engines_offload(applied: Handle, caplog: pytest.L
     assert "weights stay on the device" in caplog.messages[1] and len(caplog.messages) == 2
     with pytest.raises(ValueError, match="moves no activation"):
         make(cpu_offloading=True, cpu_offloading_num_layers=0, offload_engine=True)
-
-
-def test_own_settings_go_first(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
-    settings = settings_of(make(**RECIPE, offload_engine=True, offload_min_tensor_bytes="5KiB,expert_fc1=9KiB"))
-    assert settings.engine.min_tensor_bytes == 5 << 10
-    assert settings.thresholds.of_groups() == {"": 5 << 10, "router_fc1": 9 << 10}
-    assert "becomes nothing, because offload_min_tensor_bytes=5KiB,expert_fc1=9KiB is set" in caplog.messages[1]
 
 
 def test_apply_takes_over_from_all() -> None:
@@ -134,12 +109,6 @@ def test_apply_takes_over_from_all() -> None:
             resolve(before, handle._runtime._defaults)
         with pytest.raises(ValueError, match="offload_engine=True takes over megatron-core's own offload, which"):
             make(offload_engine=True)
-
-
-def test_the_launcher_takes_the_flag_alone() -> None:
-    parser = add_offload_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--offload-engine", "--offload-host-limit-bytes", "5GiB"])
-    assert args.offload_engine and offload_config_from_args(args) == OffloadConfig(host_limit_bytes=5 << 30)
 
 
 @needs_new

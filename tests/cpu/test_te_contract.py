@@ -103,20 +103,6 @@ def check_gradients(stack: torch.nn.ModuleList, handler: ChunkOffloadHandler) ->
     assert all(map(torch.equal, *found)) and len(found[0]) > NUM_LAYERS
 
 
-def test_the_base_class_is_the_real_one_where_it_can_be_imported() -> None:
-    assert issubclass(ChunkOffloadHandler, HandlerBase)
-    assert HandlerBase.__name__ in ("AsyncDoubleBufferGroupOffloadHandler", "_AsyncGroupOffloadHandler")
-    for method in (
-        "tensor_push",
-        "tensor_pop",
-        "on_group_commit_forward",
-        "on_group_commit_backward",
-        "bulk_offload_group",
-        "bulk_reload_group",
-    ):
-        assert getattr(ChunkOffloadHandler, method) is not getattr(HandlerBase, method, None)
-
-
 @pytest.mark.parametrize("num_offload_group", [0, 3, None])
 def test_a_stack_of_layers(stack: torch.nn.ModuleList, engine: OffloadEngine, num_offload_group: int | None) -> None:
     """One handler serves pass after pass, with evaluation in between."""

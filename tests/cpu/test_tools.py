@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +13,8 @@ import pytest
 
 pytest.importorskip("tqdm")
 
-from tests.dist.programs import BENCHMARK, ROOT
+from tests.dist.programs import ROOT
 from tests.tool_scripts import load_tool
-
-
-def test_a_benchmark_measures_the_package_that_is_installed(tmp_path: Path) -> None:
-    """It may be compiled, which the one beside the benchmarks is not."""
-    package = tmp_path / "offload_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit('the one that is installed')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(BENCHMARK), "gpu"], env=environment, capture_output=True, text=True)
-    assert done.stderr.strip().endswith("the one that is installed")
 
 
 def test_the_benchmark_of_cpus_still_knows_the_engine() -> None:

@@ -132,12 +132,3 @@ class Reporter(TrainerCallback):
 
     def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         self.sent.append(dict(logs))
-
-
-def test_settings_in_place_of_a_config() -> None:
-    callback = OffloadCallback(min_tensor_bytes="64KiB", gpu_budget="1GiB")
-    assert callback._offload._config == OffloadConfig(min_tensor_bytes=65536, gpu_budget=1 << 30)
-    with pytest.raises(ValueError, match="config and gpu_budget both say"):
-        OffloadCallback(CONFIG, gpu_budget=1)
-    with pytest.raises(TypeError, match="resident"):
-        OffloadCallback(resident=1)

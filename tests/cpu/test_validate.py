@@ -78,14 +78,6 @@ def test_recomputed_modules_are_refused(name: str, module: str, instead: str) ->
     check_conflicts(chosen, [instead], NORMS)
 
 
-def test_the_input_of_each_recomputation_is_in_a_name() -> None:
-    for row in MODULES:
-        for module in row.input_of:
-            check_conflicts(recomputing(module), [row.name], NORMS)
-    refused = {module for row in MODULES for module in row.recomputed_by}
-    assert refused == {module for row in MODULES for module in row.input_of}
-
-
 @pytest.mark.parametrize(
     ("chosen", "names", "norms"),
     [

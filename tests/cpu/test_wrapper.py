@@ -18,7 +18,6 @@ from offload_engine import (
     GroupWindow,
     OffloadConfig,
     OffloadEngine,
-    PrefetchWindow,
     WrapperHandle,
     offload_wrapper,
 )
@@ -93,17 +92,6 @@ def test_language_models_train_to_the_last_bit(
 
 
 # -- where the inputs are ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("horizon", [1, 3])
-def test_at_most_the_horizon_is_on_the_device(wrap: Callable[..., Any], horizon: int) -> None:
-    model = wrap(make_stack(), horizon)
-    for _ in range(2):
-        step(model)
-        stats = model.activation_offload.stats
-        assert stats.peak_resident_bytes == horizon * INPUT_BYTES
-        assert stats.managed_bytes == stats.copied_out_bytes == DEPTH * INPUT_BYTES
-        assert stats.num_groups == stats.num_offloaded_groups == DEPTH
 
 
 @needs_transformers
@@ -203,18 +191,6 @@ def test_a_horizon_that_is_wrong_or_has_no_effect_is_an_error(device: Adversaria
     with pytest.raises(ValueError, match="a config or an engine"):
         offload_wrapper(make_stack(), config=PLAIN, engine=engine)
     offload_wrapper(make_stack(), engine=engine).activation_offload.remove()
-
-
-def test_the_horizon_of_a_config_takes_the_place_of_the_default() -> None:
-    from_smp = OffloadConfig.from_smp({"activation_loading_horizon": 3}).replace(directory="none")
-    for config, expected in (
-        (PLAIN, GroupWindow(2)),
-        (PLAIN.replace(policy=PrefetchWindow(4)), PrefetchWindow(4)),
-        (from_smp, GroupWindow(3)),
-    ):
-        model = offload_wrapper(make_stack(), config=config)
-        assert model.activation_offload.engine.config.policy == expected
-        model.activation_offload.remove()
 
 
 @needs_transformers

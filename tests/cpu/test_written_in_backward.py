@@ -224,28 +224,6 @@ def test_parts_with_one_counter(engine: OffloadEngine, where: str) -> None:
     assert torch.equal(found, expected[0]) if where == "on host" else found == "modified"
 
 
-def test_a_reader_outside_the_groups(engine: OffloadEngine) -> None:
-    """It has saved the tensor itself, which is written while it is resident."""
-
-    def make(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with torch.autograd.graph.saved_tensors_hooks(*of_autograd()):
-            outside = reads(x)
-        return outside, scratch(x)
-
-    assert gradients(make, 1, engine, "resident")[1] == "modified"
-
-
-def of_autograd() -> tuple[Any, Any]:
-    """Return hooks that do as autograd without hooks."""
-
-    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-        if packed[0]._version != packed[1]:
-            raise RuntimeError(f"{MODIFIED}, by group 0 (module) of chunk")
-        return packed[0]
-
-    return lambda tensor: (tensor, tensor._version), unpack
-
-
 def test_what_is_read_once_comes_back_anew(engine: OffloadEngine) -> None:
     """Its bytes stay on the host for a retained graph, so a write into what came back is none into what was saved."""
     with engine.iteration():
