@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("tqdm")
 
 from benchmarks import gradients
-from benchmarks.gpu import contenders, copies, measure, model, report, settings
+from benchmarks.gpu import budget, contenders, copies, measure, model, report, settings
 from tests.lookups import present
 
 
@@ -86,9 +86,23 @@ def test_the_stretch_with_the_most_memory_counts() -> None:
     assert (found.peak_allocated_bytes, found.host_bytes) == (9, 2)
 
 
-# ---- statistics ----
-
 MIB = 1 << 20
+
+
+def test_budgets_lie_between_the_ends_and_one_is_what_full_recomputation_held() -> None:
+    lowest = turn("budget", 0, 0, [1.0], budget={"lowest_bytes": 300})
+    turns = [lowest, turn("none", 0, 0, [1.0], peak_reserved_bytes=900, outside_bytes=40)]
+
+    def sizes(reserved_bytes: int) -> list[int | None]:
+        held = turn("recompute", 0, 0, [1.0], peak_reserved_bytes=reserved_bytes, outside_bytes=40)
+        return [entry.gpu_budget for entry in budget.entries_between([*turns, held], 3)]
+
+    assert sizes(500) == [340, 640, 940, 540]
+    assert sizes(300) == [340, 640, 940], "the lowest budget is as large"
+    assert [entry.gpu_budget for entry in budget.entries_between(turns, 2)] == [340, 940]
+
+
+# ---- statistics ----
 
 
 def turn(contender: str, rank: int, number: int, step_ms: list[float], **more: Any) -> dict[str, Any]:
