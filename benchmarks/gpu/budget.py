@@ -59,12 +59,17 @@ def _held_bytes(engine: Any) -> int:
 
 
 def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
-    """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends."""
+    """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends.
+
+    One more is as large as what full recomputation held, if that ran: the two compare at equal memory.
+    """
     least = max(turn["budget"]["lowest_bytes"] for turn in turns if turn["contender"] == "budget")
     most = max(held_bytes(turn) for turn in turns if turn["contender"] == "none")
     least += max(0, most - least) // 16  # what is predicted and has not run may be above that
-    spread = (least + max(0, most - least) * index // max(1, num - 1) for index in range(num))
-    return [Entry("budget", engine=(("gpu_budget", nbytes),)) for nbytes in dict.fromkeys(spread)]
+    spread = [least + max(0, most - least) * index // max(1, num - 1) for index in range(num)]
+    recomputing = (held_bytes(turn) for turn in turns if turn["contender"] == "recompute")
+    equal = [nbytes for nbytes in [max(recomputing, default=0)] if nbytes > least]
+    return [Entry("budget", engine=(("gpu_budget", nbytes),)) for nbytes in dict.fromkeys([*spread, *equal])]
 
 
 def held_bytes(turn: Mapping[str, Any]) -> int:
@@ -87,7 +92,9 @@ def budgets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Reco
         fitting = [name for name in by_hand if held[name] <= limit]
         best = min(fitting, key=lambda name: step_ms[name], default=None)
         one |= {"label": label, "held_bytes": held[label], "step_ms": step_ms[label], "ratio": ratios[label]}
-        found.append(one | {"best": best, "over_best": step_ms[label] / step_ms[best] if best else None})
+        one |= {"best": best, "over_best": step_ms[label] / step_ms[best] if best else None}
+        recomputing = step_ms.get("recompute")
+        found.append(one | {"rate_over_recompute": recomputing / step_ms[label] if recomputing else None})
     return found
 
 
@@ -122,6 +129,7 @@ BUDGETS: dict[str, Column] = {
     "ms": ("step_ms", ",.1f"),
     "over none": ("ratio", ".4f"),
     "over it": ("over_best", ".4f"),
+    "throughput over full recomputation": ("rate_over_recompute", ".3f"),
     "planned in ms": ("planning_ms", ",.0f"),
     "steps": ("planning_steps", ""),
     "moved": ("offloaded_bytes", "MiB"),

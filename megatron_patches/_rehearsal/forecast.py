@@ -11,7 +11,7 @@ from megatron_patches._arguments import Settings
 from megatron_patches._model.sites import Survey, merge_surveys, overlaps_expert_comm, survey
 from megatron_patches._model.validate import check_names
 from megatron_patches._rehearsal.job import TrainingJob
-from megatron_patches._rehearsal.stage import StageRehearsal
+from megatron_patches._rehearsal.stage import StageRehearsal, StepOutcome
 from offload_engine import Action, OffloadConfig
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
@@ -20,7 +20,14 @@ from offload_engine.planning.predict import Costs
 from offload_engine.planning.shapes import Bounds
 from offload_engine.rehearsal.chosen import choose_within
 from offload_engine.rehearsal.engine import NotedBoundary
-from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES, Forecast, RankForecast, WayForecast, make_forecast
+from offload_engine.rehearsal.forecast import (
+    TE_CONTEXT_BYTES,
+    Forecast,
+    RankForecast,
+    WayForecast,
+    make_forecast,
+    wasted_bytes,
+)
 from offload_engine.rehearsal.share import kept_by_share
 
 _FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -91,8 +98,8 @@ def _rehearse_rank(
     full = _recomputed(job, hardware, link, rank, number)
     on_progress()
     ways: tuple[WayForecast, ...] = (
-        WayForecast("no offload", none.peak_bytes, none.milliseconds),
-        WayForecast(_name_of_offload(job), away.peak_bytes, away.milliseconds, away.host_bytes),
+        _way("no offload", none, is_all_kept=True),
+        _way(_name_of_offload(job), away)._replace(host_bytes=away.host_bytes),
         full,
     )
     if job.has_te:
@@ -133,7 +140,12 @@ def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, num
     changes: dict[str, Any] = {**_FULL, "recompute_modules": None}
     with StageRehearsal(job, hardware, link, rank, **changes).ready() as stage:
         outcome = stage.run(Settings(OffloadConfig(), (), has_report=False), number)
-    return WayForecast("full recomputation", outcome.peak_bytes, outcome.milliseconds)
+    return _way("full recomputation", outcome)
+
+
+def _way(name: str, outcome: StepOutcome, is_all_kept: bool = False) -> WayForecast:
+    wasted = wasted_bytes(outcome.peak_bytes, is_all_kept=is_all_kept)
+    return WayForecast(name, outcome.peak_bytes, wasted, outcome.milliseconds)
 
 
 def _offloadable(job: TrainingJob) -> dict[str, Any]:

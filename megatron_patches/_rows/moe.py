@@ -15,6 +15,10 @@ megatron-core 0.16.1, 0.19.2 and 0.20 the host reads the device
 
 Each has a row. Reads of tensors already on the host (every other `.tolist()` and `.item()`) need none, and reads in the
 C++ code of DeepEP and HybridEP cannot have one.
+
+One more row for each dispatcher: it keeps the probabilities of its last forward, and with them the graph of the router.
+In a layer that recomputes its experts that graph has the input of the recomputation and its gradient, so each layer
+keeps both on the device until its next forward: 2 x 64 MiB for 8,192 tokens of 4,096 numbers.
 """
 
 from __future__ import annotations
@@ -76,6 +80,15 @@ def moe_rows(runtime: Runtime) -> list[Patch]:
                 why=f"it reads the token counts that some flex dispatchers leave on the device: {_BEHIND}",
             )
             for name in ("TEGroupedMLP", "SequentialMLP")
+        ),
+        *(
+            Patch(
+                target=f"{_DISPATCHER}:MoE{name}TokenDispatcher.combine_postprocess",
+                wrapper=functools.partial(_wrap_last, runtime=runtime),
+                why="it keeps the graph of its router, with the input of a recomputation and its gradient, until the "
+                "next forward",
+            )
+            for name in ("AllGather", "AlltoAll", "Flex")
         ),
     ]
 
@@ -184,3 +197,22 @@ def _wrap_experts(original: Callable[..., Any], *, runtime: Runtime) -> Callable
         return original(self, hidden, tokens_per_expert, *args, **kwargs)
 
     return forward
+
+
+def _wrap_last(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def combine_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        if runtime.running_engine is not None:
+            for owner in (self, getattr(self, "_comm_manager", None)):
+                _drop_graphs(owner)
+        return out
+
+    return combine_postprocess
+
+
+def _drop_graphs(owner: Any) -> None:
+    """Keep the numbers of the tensors that an object has, without their graphs."""
+    for name, value in list(vars(owner).items()) if owner is not None else ():
+        if torch.is_tensor(value) and value.grad_fn is not None:
+            setattr(owner, name, value.detach())

@@ -223,10 +223,13 @@ class BudgetController(BudgetView):
         total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
-        excess, self._in_force.is_settled = Excess(total - wasted, wasted), True
-        if self._verifier.settles(self.decider.actions):
+        was_settled, self._in_force.is_settled = self._in_force.is_settled, True
+        excess = Excess(total - wasted, wasted)
+        if self._verifier.settles(self.decider.actions, excess):
             self.decider.correct_time(measured_us / _US)
         elif self._verifier.fits(excess):
+            if not was_settled:
+                self._gauge.trim()  # the blocks of groups that no plan knew would fit badly
             return None
         allowance = self._verifier.judge(excess)
         if allowance is None:

@@ -93,10 +93,8 @@ class Decider:
 
     @property
     def extra_bytes(self) -> int:
-        """Return the bytes that the process holds besides its peak of allocated bytes, as known now."""
-        if self.known is None or self.chosen is None:
-            return 0
-        return self.known.overhead_bytes(self.chosen, self.actions)
+        """Return the bytes that the process holds besides its peak of allocated bytes, under the decision in force."""
+        return 0 if self.chosen is None else self.chosen.best.overhead_bytes
 
     @property
     def margin_bytes(self) -> int:

@@ -63,10 +63,6 @@ class Known:
         """Return a choice with the predictions of the current model, given what a step of it held; see `remeasured`."""
         return remeasured(chosen, held_bytes, overhead_bytes, self.model, self._steps_of(actions))
 
-    def overhead_bytes(self, chosen: Chosen, actions: tuple[Action, ...]) -> int:
-        """Return the bytes that the process holds besides its peak of allocated bytes, under a choice."""
-        return self.model.overhead_with(self._steps_of(actions).planned(chosen.best.decision).residents)
-
     def chunk_bytes(self, chosen: Chosen | None) -> list[int]:
         """Return how many bytes each chunk saves under a choice, by virtual stage."""
         shapes = self.job.shapes

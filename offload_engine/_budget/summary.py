@@ -74,7 +74,7 @@ def summary_of(chosen: Chosen, budget_bytes: int, measured: Measured, outside_by
         exposed_ms=best.stalled_ms,
         lowest_bytes=floor.held_bytes,
         lowest_step_ms=floor.step_ms,
-        predicted_allocated_bytes=best.held_bytes - best.overhead_bytes,
+        predicted_allocated_bytes=best.allocated_bytes,
         measured_allocated_bytes=measured.allocated_bytes,
         outside_bytes=outside_bytes,
     )

@@ -15,14 +15,17 @@ from offload_engine.schedule import Action
 logger = logging.getLogger(__name__)
 
 _MAX_CORRECTIONS: Final = 3
+_MAX_STEPS: Final = 4
+"""After which a decision is judged, even if what its steps hold still grows."""
 
 
 class Verifier:
     """Corrects the decisions of a decider until one is within the budget, at most three times.
 
     A decision is judged by its second step: an empty allocator fills its segments differently from one that has run the
-    same step before, by up to 1 GiB. The first step only shows whether the decision is over the budget. Steps with
-    other microbatches have a decision of their own, and a first step of their own.
+    same step before, by up to 1 GiB. The first step only shows whether the decision is over the budget. If a step holds
+    more than the one before it and the next could not grow as much, that one judges. Steps with other microbatches have
+    a decision of their own, and a first step of their own.
 
     The measurement of one step applies to another one with a margin: the observed variation of saved bytes.
 
@@ -33,18 +36,27 @@ class Verifier:
     def __init__(self, decider: Decider) -> None:
         self._decider = decider
         self._num_corrections = 0
-        self._has_run: set[tuple[Action, ...]] = set()  # with the decisions that are in force
+        self._totals: dict[tuple[Action, ...], list[int]] = {}  # excesses of steps with the decisions in force
 
     def begin(self) -> None:
         """Start verifying a first decision."""
         self._num_corrections = 0
-        self._has_run.clear()
+        self._totals.clear()
 
-    def settles(self, actions: tuple[Action, ...]) -> bool:
-        """Note that a step of these actions has run; return whether one had before, so that this one judges."""
-        had_run = actions in self._has_run
-        self._has_run.add(actions)
-        return had_run
+    def settles(self, actions: tuple[Action, ...], excess: Excess) -> bool:
+        """Note that a step of these actions has run; return whether it judges.
+
+        Args:
+            actions: of the step.
+            excess: of the step; agreed by all ranks that decide alike.
+        """
+        totals = self._totals.setdefault(actions, [])
+        totals.append(excess.total)
+        if len(totals) < 2:
+            return False
+        grown = max(0, totals[-1] - totals[-2])
+        has_room = self.fits(Excess(excess.total + grown))
+        return has_room or not self.fits(excess) or not self._may_correct or len(totals) >= _MAX_STEPS
 
     def fits(self, excess: Excess) -> bool:
         """Return whether a step was within the budget, with the margin by which steps vary."""
@@ -63,9 +75,9 @@ class Verifier:
         """
         decider = self._decider
         is_over = not self.fits(excess)
-        if is_over and not decider.is_at_floor and self._num_corrections < _MAX_CORRECTIONS:
+        if is_over and self._may_correct:
             self._num_corrections += 1
-            self._has_run.clear()
+            self._totals.clear()
             decider.correct(excess)
             return decider.decide()
         decider.take_in(excess)
@@ -74,3 +86,7 @@ class Verifier:
         if decider.is_at_floor and best.held_bytes > decider.budget_bytes:
             logger.warning("%s", below_floor_text(decider.budget_bytes, best))
         return None
+
+    @property
+    def _may_correct(self) -> bool:
+        return not self._decider.is_at_floor and self._num_corrections < _MAX_CORRECTIONS

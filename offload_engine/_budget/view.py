@@ -101,8 +101,8 @@ class BudgetView:
 
     def _expected(self) -> MemoryParts | None:
         """Return what the decision in force takes; None before the first that was measured."""
-        chosen, extra = self.decider.chosen, self.decider.extra_bytes
-        if chosen is None:
+        if self.decider.chosen is None:
             return None
-        best = chosen.best
-        return MemoryParts(best.resident_bytes, best.held_bytes - best.resident_bytes - extra, extra)
+        best = self.decider.chosen.best
+        other = best.allocated_bytes - best.resident_bytes
+        return MemoryParts(best.resident_bytes, other, best.overhead_bytes)

@@ -43,6 +43,11 @@ class Prediction(NamedTuple):
     """Of `held_bytes`, those besides the peak of allocated bytes."""
 
     @property
+    def allocated_bytes(self) -> int:
+        """Return the peak of allocated bytes."""
+        return self.held_bytes - self.overhead_bytes
+
+    @property
     def stalled_ms(self) -> float:
         """Return how long compute waits for copies."""
         return sum(self.exposed_ms.values())

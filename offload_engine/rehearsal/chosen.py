@@ -14,7 +14,7 @@ from offload_engine.planning.predict import Costs, Prediction, summed
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import Shapes
 from offload_engine.rehearsal.engine import NotedBoundary
-from offload_engine.rehearsal.forecast import CONTEXT_BYTES, RESERVED_SHARE
+from offload_engine.rehearsal.forecast import CONTEXT_BYTES, wasted_bytes
 
 
 def choose_within(
@@ -39,7 +39,7 @@ def choose_within(
     measured = MeasuredMemory(
         tuple(MeasuredBoundary(_boundary(noted), noted.peak_bytes, noted.resident_bytes) for noted in boundaries),
         between_bytes=0,
-        overhead_bytes=int(peak_bytes * (RESERVED_SHARE - 1)) + context_bytes,
+        overhead_bytes=wasted_bytes(peak_bytes, is_all_kept=False) + context_bytes,
     )
     model = make_memory_model(rehearsed, measured, is_early_certain=False)
     try:

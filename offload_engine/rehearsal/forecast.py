@@ -16,14 +16,17 @@ from offload_engine.planning.shapes import Bounds, Shapes, step_boundaries
 from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
 from offload_engine.schedule import Action
 
-CONTEXT_BYTES: Final = 600 << 20
-"""GPU memory of a process outside torch's allocator: CUDA's context, libraries, communicators. (A Qwen2: 0.7 GiB.)"""
+CONTEXT_BYTES: Final = 750 << 20
+"""GPU memory of a process outside torch's allocator: CUDA's context, libraries. (A Qwen2: 750 to 772 MiB.)"""
 TE_CONTEXT_BYTES: Final = 8 << 30
 """The same where kernels of TransformerEngine run: 7.8 to 8.9 GiB, of whatever model, on H200s."""
 _HOST_SHARE: Final = 0.8
 """Share of a host's memory that may be pinned."""
-RESERVED_SHARE: Final = 1.08
-"""Reserved bytes per allocated byte: 1.05 to 1.13 in docs/results, up to 1.4 at 65,536 tokens."""
+_KEEPING_SHARE: Final = 0.045
+_CHANGING_SHARES: Final = 0.08, 0.14
+_CHANGING_BYTES: Final = 1485 << 20
+"""What the allocator reserves in vain, of what is allocated: if nothing moves and nothing is recomputed (H200s: 0.04 to
+0.08), or otherwise: the larger share up to these bytes, and at least the smaller one. (32,768 tokens: up to 0.25.)"""
 
 
 CHOSEN: Final = "chosen within the budget"
@@ -35,6 +38,8 @@ class WayForecast(NamedTuple):
     name: str
     peak_bytes: int
     """Allocated at most."""
+    wasted_bytes: int
+    """Reserved by torch's allocator in vain."""
     milliseconds: float
     """Compute time, without waits for other ranks."""
     host_bytes: int = 0
@@ -47,7 +52,20 @@ class WayForecast(NamedTuple):
     @property
     def gpu_bytes(self) -> int:
         """Return about how many bytes the process holds on its GPU."""
-        return int(self.peak_bytes * RESERVED_SHARE) + self.context_bytes
+        return self.peak_bytes + self.wasted_bytes + self.context_bytes
+
+
+def wasted_bytes(peak_bytes: int, *, is_all_kept: bool) -> int:
+    """Return about how many bytes the allocator reserves in vain.
+
+    Args:
+        peak_bytes: allocated at most.
+        is_all_kept: nothing moves, and nothing is recomputed.
+    """
+    if is_all_kept:
+        return round(_KEEPING_SHARE * peak_bytes)
+    low, high = (round(share * peak_bytes) for share in _CHANGING_SHARES)
+    return max(low, min(high, _CHANGING_BYTES))
 
 
 class RankForecast(NamedTuple):
@@ -169,20 +187,19 @@ def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list
         )  # fmt: skip
     simulation = _simulated(ranks, link, plans, bounds)
     ways = [
-        WayForecast(
-            CHOSEN,
-            _allocated(prediction.held_bytes, rank.ways[0].context_bytes),
-            outcome.milliseconds,
-            outcome.counters.peak_host_bytes,
-            context_bytes=rank.ways[0].context_bytes,
+        _chosen_way(
+            prediction, outcome.milliseconds, outcome.counters.peak_host_bytes, context_bytes=rank.ways[0].context_bytes
         )
         for rank, prediction, outcome in zip(ranks, chosen, simulation.ranks, strict=True)
     ]
     return simulation.milliseconds, ways
 
 
-def _allocated(held_bytes: int, context_bytes: int) -> int:
-    return int((held_bytes - context_bytes) / RESERVED_SHARE)
+def _chosen_way(
+    best: Prediction, milliseconds: float, host_bytes: int, moved: int = 0, context_bytes: int = CONTEXT_BYTES
+) -> WayForecast:
+    wasted = best.overhead_bytes - context_bytes
+    return WayForecast(CHOSEN, best.allocated_bytes, wasted, milliseconds, host_bytes, moved, context_bytes)
 
 
 def forecast_alone(
@@ -203,7 +220,7 @@ def forecast_alone(
     if rank.chosen is not None:
         best = rank.chosen
         moved = sum(best.moved_bytes.values())
-        way = WayForecast(CHOSEN, _allocated(best.held_bytes, CONTEXT_BYTES), best.step_ms, moved, moved)
+        way = _chosen_way(best, best.step_ms, moved, moved)
         steps += (_step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit),)
     ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
     groups = [group for shape in rank.shapes for group in shape.groups]

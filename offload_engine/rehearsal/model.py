@@ -23,7 +23,7 @@ from offload_engine.rehearsal.costs import KernelCosts
 from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
 from offload_engine.rehearsal.failures import rehearsing
-from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone
+from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone, wasted_bytes
 from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
 from offload_engine.schedule import no_pipelining
@@ -152,7 +152,8 @@ class ModelRehearsal:
             stats = engine.stats
             self._managed_bytes = stats.managed_bytes
             self._shapes, self._boundaries = shapes_of(engine.boundaries), tuple(engine.boundaries)
-            way = WayForecast(name, peak, milliseconds, stats.host_bytes, stats.copied_out_bytes)
+            wasted = wasted_bytes(peak, is_all_kept=dry_run and not checkpoints)
+            way = WayForecast(name, peak, wasted, milliseconds, stats.host_bytes, stats.copied_out_bytes)
             handle.remove()
             del state
         return way

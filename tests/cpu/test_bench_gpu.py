@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("tqdm")
 
 from benchmarks import gradients
-from benchmarks.gpu import measure, model, settings
+from benchmarks.gpu import budget, measure, model, settings
 
 
 def test_fingerprints_notice_one_bit_and_the_order() -> None:
@@ -32,6 +32,21 @@ def test_fingerprints_notice_one_bit_and_the_order() -> None:
     for other in others:
         difference = gradients.compare(own, other)
         assert difference.num_differing == 1 and difference.max_relative > 0 and not difference.is_bitwise_equal
+
+
+def test_budgets_lie_between_the_ends_and_one_is_what_full_recomputation_held() -> None:
+    def turn(contender: str, reserved_bytes: int, **more: Any) -> dict[str, Any]:
+        sizes = {"peak_reserved_bytes": reserved_bytes, "outside_bytes": 40}
+        return {"kind": "turn", "contender": contender, "rank": 0, "round": 0, **sizes, **more}
+
+    turns = [turn("budget", 0, budget={"lowest_bytes": 300}), turn("none", 900)]
+
+    def sizes(reserved_bytes: int) -> list[int | None]:
+        return [entry.gpu_budget for entry in budget.entries_between([*turns, turn("recompute", reserved_bytes)], 3)]
+
+    assert sizes(500) == [340, 640, 940, 540]
+    assert sizes(300) == [340, 640, 940], "the lowest budget is as large"
+    assert [entry.gpu_budget for entry in budget.entries_between(turns, 2)] == [340, 940]
 
 
 class FakeEvent:

@@ -544,6 +544,8 @@ def test_the_table_tells_what_is_allocated_reserved_besides_and_outside() -> Non
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in job.controller.report().splitlines()]
     found = {row[0]: row[1:-1] for row in rows if row}
     assert found["predicted"] == found["measured"] == [f"{nbytes / (1 << 20):,.1f}" for nbytes in parts]
+    expected = job.controller._expected()  # what an error of memory tells, from the same figures
+    assert (expected.groups + expected.other, expected.overhead) == (gauge.peak_bytes(), gauge.held_bytes() - parts[1])
 
 
 @pytest.mark.parametrize(

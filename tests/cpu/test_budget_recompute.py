@@ -148,6 +148,20 @@ def test_the_first_step_with_checkpoints_that_is_above_the_budget_is_the_only_on
     assert gauge.num_trims == num_trims + 1 and gauge.held_bytes() <= job.summary.budget_bytes
 
 
+def test_steps_with_checkpoints_begin_with_an_empty_allocator_once_a_plan_knows_them() -> None:
+    """On an H200 blocks of the first step let the third hold 1,024 MiB more than after they were returned."""
+    job = NetJob(Net(), gpu_budget=BASE + 2 * lowest())
+    gauge = job.controller._last.gauge = Fragments(job.controller, job.engine, 0, (0,))
+    while not job.recomputed():
+        assert len(job.states) < 5
+        job.step(1)
+    num_trims = list[int]()
+    for _ in range(3):
+        num_trims.append(gauge.num_trims)
+        job.step(1)
+    assert num_trims == [num_trims[0], num_trims[0] + 1, num_trims[0] + 1] and job.states[-1] is State.HOLD
+
+
 def test_off_forbids_it() -> None:
     auto, off = lowest(), lowest(recompute="off")
     assert auto < off

@@ -182,3 +182,21 @@ def test_selection_has_the_bits_of_masked_select() -> None:
     for output in (wanted, got):
         output.backward(grad)
     assert torch.equal(*(value.grad.view(torch.int32) for value in values))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+@pytest.mark.parametrize("has_manager", [True, False])
+def test_a_dispatcher_keeps_no_graph_behind_its_forward(runner: Any, is_running: bool, has_manager: bool) -> None:
+    """The graph of the router has the input of a recomputation, and its gradient."""
+    if not is_running:
+        runner.running_engine = None
+    dispatcher: Any = object.__new__(token_dispatcher.MoEAllGatherTokenDispatcher)
+    dispatcher.hidden_shape = (2, 1)
+    owner = dispatcher
+    if has_manager:
+        owner = dispatcher._comm_manager = SimpleNamespace()
+    owner.probs = torch.ones(2, 1, requires_grad=True) * 2
+    hidden = owner.probs + 1
+    out = dispatcher.combine_postprocess(hidden)
+    assert out.grad_fn is not None and owner.probs.tolist() == [[2.0], [2.0]]
+    assert (owner.probs.grad_fn is None) == is_running

@@ -22,9 +22,16 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from offload_engine.plan import main, read_config  # noqa: E402
+from offload_engine.rehearsal.forecast import (  # noqa: E402
+    CONTEXT_BYTES,
+    TE_CONTEXT_BYTES,
+    WayForecast,
+    wasted_bytes,
+)
 from offload_engine.rehearsal.model import ModelRehearsal  # noqa: E402
 from offload_engine.rehearsal.tables import forecast_text  # noqa: E402
 
+RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_forecast_h200.jsonl"
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -53,7 +60,7 @@ def test_a_file_that_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture
     file, table = tmp_path / "config.json", tmp_path / "mine.toml"
     file.write_text(json.dumps({"model_type": "llama", **TINY}))
     table.write_text("[h200]\ngpu_gib = 0.5\n")
-    assert main([str(file), "--seq-length", "64", "--hardware-file", str(table)]) == 0
+    assert main([str(file), "--seq-length", "8192", "--hardware-file", str(table)]) == 0
     assert re.search(r"It does not fit h200: even with layers .* GiB are missing", capsys.readouterr().out)
 
 
@@ -175,3 +182,16 @@ def test_within_a_budget_each_layer_is_kept_offloaded_or_recomputed() -> None:
         text = forecast_text(forecast)
         assert "chosen within the budget, GiB a step" in text and "model.layers.5" in text
         assert "chosen within" not in forecast_text(roomy)
+
+
+@pytest.mark.parametrize(
+    "turn", [json.loads(line) for line in RESULTS.read_text().splitlines()], ids=lambda turn: turn["way"]
+)
+def test_what_a_process_holds_follows_from_what_it_allocates(turn: dict[str, Any]) -> None:
+    """Within 1% on an H200: what is allocated is as measured, or as forecast where that was not measured."""
+    has_te = turn["kind"] == "megatron"
+    peak = {"none": 29_501 << 20, "full": 23_716 << 20}[turn["way"]] if has_te else turn["allocated_bytes"]
+    held = turn["held_mib"] << 20 if has_te else turn["held_bytes"]
+    wasted = wasted_bytes(peak, is_all_kept=turn["way"] in ("none", "no offload"))
+    way = WayForecast("", peak, wasted, 0.0, context_bytes=TE_CONTEXT_BYTES if has_te else CONTEXT_BYTES)
+    assert way.gpu_bytes == pytest.approx(held, rel=0.01)

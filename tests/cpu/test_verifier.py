@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from offload_engine._budget.verify import Verifier
 from offload_engine.planning.memory import Excess
 from offload_engine.schedule import no_pipelining
 
+RESULTS = Path(__file__).parents[2] / "docs/results"
 BUDGET = 256 << 10
 CLOSE = BUDGET // 256
 
@@ -57,7 +60,7 @@ def verifier_of(*decisions: tuple[int, float], **settings: Any) -> tuple[Verifie
 def test_a_third_correction_is_made_and_a_fourth_is_only_taken_in() -> None:
     verifier, decider = verifier_of(*[(BUDGET, 10.0)] * 4)
     for _ in range(3):
-        assert not verifier.settles(()) and verifier.settles(())
+        assert not verifier.settles((), Excess()) and verifier.settles((), Excess())
         assert verifier.judge(Excess(1)) is decider.chosen
     assert verifier.judge(Excess(1)) is None
     assert decider.asked == ["correct 1", "decide"] * 3 + ["take in 1"]
@@ -70,7 +73,7 @@ def test_a_third_correction_is_made_and_a_fourth_is_only_taken_in() -> None:
 def test_steps_with_other_microbatches_have_a_first_step_of_their_own() -> None:
     verifier, _ = verifier_of((BUDGET, 10.0))
     four, two = (tuple(no_pipelining(number)) for number in (4, 2))
-    assert [verifier.settles(actions) for actions in (four, two, four, two)] == [False, False, True, True]
+    assert [verifier.settles(actions, Excess()) for actions in (four, two, four, two)] == [False, False, True, True]
 
 
 def test_a_step_within_the_budget_is_taken_in_and_leaves_the_decision() -> None:
@@ -96,3 +99,58 @@ def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
     verifier, decider = verifier_of((BUDGET, 10.0), is_at_floor=True, margin_bytes=margin)
     assert verifier.judge(Excess(error)) is None and decider.asked == [f"take in {error}"]
     assert [f"gpu_budget is {BUDGET / 2**20:,.2f} MiB" in each.message for each in caplog.records] == [True] * error
+
+
+@pytest.mark.parametrize(("left", "num_steps"), [(2, 2), (1, 3)])
+def test_a_step_judges_once_the_next_could_grow_as_much(left: int, num_steps: int) -> None:
+    for excesses, num in (([-2, 0], num_steps), ([0, 0], 2), ([0, -2], 2)):
+        verifier, _ = verifier_of((BUDGET - left, 10.0))
+        assert steps_until_one_judges(verifier, excesses) == num
+
+
+@pytest.mark.parametrize(("is_at_floor", "num_steps"), [(False, 4), (True, 2)], ids=["", "at the floor"])
+def test_a_decision_whose_steps_grow_and_grow_is_judged(is_at_floor: bool, num_steps: int) -> None:
+    """The floor is judged at once: nothing more could leave."""
+    verifier, _ = verifier_of((BUDGET, 10.0), is_at_floor=is_at_floor)
+    assert steps_until_one_judges(verifier, [-31, -15, -7, -3, -1]) == num_steps
+
+
+def test_the_growth_of_a_decision_says_nothing_of_the_next() -> None:
+    verifier, decider = verifier_of((BUDGET, 10.0), (BUDGET, 10.0))
+    assert not verifier.settles((), Excess(-9))
+    assert verifier.judge(Excess(1)) is decider.chosen
+    assert steps_until_one_judges(verifier, [0]) == 2
+
+
+def test_decisions_on_gpus_are_judged_by_a_step_that_later_ones_do_not_exceed() -> None:
+    """One was judged by a step that held 1,130 MiB less than its budget, and the next held 661 MiB more than it."""
+    counts = dict[tuple[str, int], int]()
+    for turn in recorded():
+        steps = [step for step in turn["budget"]["steps"] if step["predicted_bytes"] is not None]
+        predicted, budget = steps[0]["predicted_bytes"], turn["budget"]["gpu_budget"]
+        excesses = [step["held_bytes"] - predicted for step in steps]
+        verifier, _ = verifier_of((predicted, 10.0), budget_bytes=budget)
+        number = steps_until_one_judges(verifier, excesses)
+        counts[turn["setup"], budget >> 20] = max(number, counts.get((turn["setup"], budget >> 20), 0))
+        is_over = max(excesses) > budget - predicted
+        assert not is_over or not verifier.fits(Excess(excesses[number - 1]))
+    late = {place for place, number in counts.items() if number == 3}  # with one more step than five
+    assert late == {("a", 34769), ("a", 41593), ("b", 45581), ("b", 51978), ("c-moe", 28732)}
+    assert len(counts) == 22 and set(counts.values()) == {1, 2, 3}
+
+
+def recorded() -> list[Any]:
+    """Return turns with a budget in bytes whose decision was not at the floor."""
+    names = "2026-11-26_budget_h200.jsonl", "2026-11-26_long_h200.jsonl"
+    turns = [json.loads(line) for name in names for line in (RESULTS / name).read_text().splitlines()]
+    return [turn for turn in turns if turn["kind"] == "turn" and turn.get("budget", {}).get("gpu_budget")]
+
+
+def steps_until_one_judges(verifier: Verifier, excesses: list[int]) -> int:
+    """Return how many steps come until one judges; later ones are as the last of `excesses`."""
+    number = 0
+    while True:
+        excess = Excess(excesses[min(number, len(excesses) - 1)])
+        number += 1
+        if verifier.settles((), excess) or not verifier.fits(excess):
+            return number
