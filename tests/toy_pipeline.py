@@ -479,7 +479,7 @@ class Unit(nn.Module):
             return self._inner(x, runner)
         chunk = present(engine.current_chunk)
         if self.begins_tail:
-            chunk.begin_tail()
+            chunk.begin_tail(x if x.requires_grad else None)
         if not self.is_bracketed:
             return self._inner(x, runner)
         if self.is_excluded:
