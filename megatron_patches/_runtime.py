@@ -55,6 +55,9 @@ class _Attached:
     settings: Settings
     """The settings that the attachment was made for."""
 
+    modules: Sequence[str]
+    """The names that are offloaded: those of the settings, or what was found where these name none."""
+
     closer: weakref.finalize[..., Any]
     """Closes everything attached, at the latest when the model is freed, and keeps it alive until then."""
 
@@ -62,11 +65,6 @@ class _Attached:
     plan_files: PlanFiles
     is_checked: bool = False
     """The host tier had room in the first step that did not raise."""
-
-    @property
-    def modules(self) -> Sequence[str]:
-        """Return the names that are offloaded."""
-        return self.settings.modules
 
     def close(self) -> None:
         """Release captures, then close the attachment. Idempotent."""
@@ -348,7 +346,7 @@ class ModelRuntime:
             second_step = self._second_steps.make(step, settings)
             closer = weakref.finalize(step.chunks[0], _close, attachment, second_step, files, recomputation)
             on_error.pop_all()
-        attached = _Attached(attachment, asked, closer, second_step, files)
+        attached = _Attached(attachment, asked, settings.modules, closer, second_step, files)
         self._attachments[step.chunks[0]] = attached
         return attached
 
@@ -441,13 +439,12 @@ def _with_candidates(step: Step, settings: Settings) -> Settings:
     """Return settings that name what this rank can offload: all, if they name nothing."""
     if settings.modules and not settings.is_taken_over:
         return settings
+    has_budget = settings.gpu_budget is not None
     if settings.modules:
-        names, left_out = find_among(
-            step.config, step.chunks, settings.modules, has_budget=settings.gpu_budget is not None
-        )
+        names, left_out = find_among(step.config, step.chunks, settings.modules, has_budget)
     else:
-        names, left_out = find_candidates(step.config, step.chunks)
-        what = "a budget chooses among" if settings.gpu_budget is not None else "what is offloaded is"
+        names, left_out = find_candidates(step.config, step.chunks, has_budget)
+        what = "a budget chooses among" if has_budget else "what is offloaded is"
         logger.info("%s %s", what, ", ".join(names) or "nothing: this rank has no layer")
     for name, reason in left_out.items():
         logger.info("%r is left out: %s", name, reason)

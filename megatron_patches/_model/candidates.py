@@ -19,19 +19,24 @@ _IN_PARTS = ("self_attn", "mamba_mixer")
 _OF_CHECKPOINTS = "layer_input"  # saved by a checkpoint of layers, not at a site
 
 
-def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tuple[str, ...], dict[str, str]]:
+def find_candidates(
+    config: Any, chunks: Sequence[torch.nn.Module], has_budget: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the names of the table to offload in these chunks, and those left out with the reason.
 
     Args:
         config: of the model.
         chunks: this rank's model chunks.
+        has_budget: a budget chooses among them, so none that a graph captures.
     """
     sites = survey(chunks).sites
     names, left_out = [], {}
     if config.recompute_granularity == "full":
         sites["layer_input"] = max(1, sites["layer_input"])  # what a checkpoint of layers saves, even without a norm
     for name in (row.name for row in MODULES if sites[row.name]):
-        reason = "its parts move separately" if name in _IN_PARTS else _why_refused(config, name, chunks, False)
+        reason = (
+            "its parts move separately" if name in _IN_PARTS else _why_refused(config, name, chunks, not has_budget)
+        )
         if reason is None:
             names.append(name)
         else:

@@ -140,13 +140,13 @@ def test_what_a_model_offers() -> None:
     assert names == ("layer_input",) and "recomputes every layer" in left_out["core_attn"]
     config = make_config("moe")
     config.moe_paged_stash = True
-    names, left_out = find_candidates(config, make_chunks(make_config("moe")))
+    names, left_out = find_candidates(config, make_chunks(make_config("moe")), True)
     assert "experts" not in names and "moe_paged_stash" in left_out["experts"]
 
 
 def _candidates(kind: str, **settings: object) -> tuple[tuple[str, ...], dict[str, str]]:
     config = make_config(kind, **settings)
-    return find_candidates(config, make_chunks(config))
+    return find_candidates(config, make_chunks(config), has_budget=True)
 
 
 @on_ranks()
@@ -310,7 +310,7 @@ def _offered(model: str, *, is_evaluated: bool = False, **attributes: Any) -> di
     config: Any = chunks[0].config
     for name, value in attributes.items():
         setattr(config, name, value)
-    names = drop_parts(find_candidates(config, chunks)[0])[0]
+    names = drop_parts(find_candidates(config, chunks, has_budget=True)[0])[0]
     options = RecomputeOptions(chunks, names)
     config.fp8 = None
     run(chunks, 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_patches import apply
-from megatron_patches._model.candidates import find_among
+from megatron_patches._model.candidates import find_among, find_candidates
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import selective
@@ -55,6 +55,9 @@ def test_names_that_a_graph_captures_stay_unless_a_budget_chooses() -> None:
     assert find_among(captures, chunks, names, has_budget=False) == (names, {})
     found, left_out = find_among(captures, chunks, names, has_budget=True)
     assert found == ("mlp_fc1",) and "captures 'core_attn'" in left_out["core_attn"]
+    for has_budget in (False, True):
+        all_names, _ = find_candidates(captures, chunks, has_budget)
+        assert "mlp_fc1" in all_names and ("core_attn" in all_names) is not has_budget
 
 
 @FROM_19
