@@ -21,6 +21,8 @@ from offload_engine import (
     ResidentBudget,
     ResidentLayers,
 )
+from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
+from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice
@@ -150,3 +152,28 @@ def test_a_bound_in_bytes_is_checked(make: Callable[[Any], PolicySettings]) -> N
 def test_a_policy_is_one_of_the_classes(policy: Any) -> None:
     with pytest.raises(TypeError, match="policy must be an object such as"):
         OffloadConfig(policy=policy)
+
+
+def test_recalled_bytes_are_ahead_until_their_backward() -> None:
+    horizon = HorizonBytes(ByteCounters(None), 100)
+    recalled, following = group(0, recalled_bytes=60), group(1, leaving_bytes=60)
+    horizon.count_issued(recalled)
+    assert not horizon.has_room(following, False)
+    horizon.count_reached(recalled)
+    assert horizon.has_room(following, False)
+
+
+def test_groups_brought_back_for_a_backward_that_did_not_come_are_not_ahead() -> None:
+    horizon = HorizonGroups(1)
+    horizon.count_issued(group(0, own_device_bytes=60))
+    assert not horizon.has_room(group(1), False)
+    horizon.count_passed()
+    assert horizon.has_room(group(1), False)
+
+
+def test_groups_of_a_retained_graph_do_not_stop_the_prefetch() -> None:
+    chain = Chain(horizon_groups=2)
+    chain.forward()
+    for index in reversed(range(DEPTH)):
+        chain.begin_backward(index)  # no graph is freed
+    assert chain.engine.stats.prefetch_misses == 0

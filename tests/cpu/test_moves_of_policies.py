@@ -8,6 +8,7 @@ the device waits for; what is recalled; and budgets of resident bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from offload_engine import (
     OffloadConfig,
     OffloadEngine,
     ResidencyMeter,
+    ResidentLayers,
 )
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
@@ -383,3 +385,126 @@ def test_the_budget_holds_and_groups_that_fit_stay_from_the_second_forward_on(nu
     stats = bench.engine.stats
     assert stats.copied_out_bytes == stats.copied_in_bytes == (8 - (num_groups - 1)) * GROUP_BYTES
     assert bench.meter.peak_bytes == num_groups * GROUP_BYTES
+
+
+class PinningDevice(AdversarialDevice):
+    """Takes so long to issue a copy-out, as where host memory has to be pinned, that all earlier copies complete."""
+
+    def copy_out(self, stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
+        self.synchronize_all()
+        return super().copy_out(stream, copies)
+
+
+def test_after_a_reset_there_is_no_tail() -> None:
+    bench = Bench(horizon_bytes=0)
+    bench.engine._executor.leaving.largest_bytes = 1 << 20  # so that nothing is released before the backward
+    bench.forward(FIRST, num_in_tail=0)
+    bench.handles.clear()
+    bench.engine.reset_iteration()
+    assert bench.engine.snapshot().inflight_bytes == 0
+    bench.engine.begin_iteration(bench.actions)
+    bench.forward(FIRST)
+    bench.forward(SECOND).begin_backward()
+    assert bench.resident_groups == 2 * NUM_GROUPS
+    bench.finish()
+
+
+def test_groups_of_the_chunk_itself_stay_for_its_backward() -> None:
+    bench = Bench()
+    bench.forward(FIRST)
+    second = bench.forward(SECOND)
+    bench.begin_backward(second)
+    copied_in = bench.engine.stats.copied_in_bytes
+    for index in (NUM_GROUPS - 1, NUM_GROUPS - 2):
+        second.tensor_pop(bench.handles[second][index])
+    assert bench.engine.stats.copied_in_bytes == copied_in  # the last two were recalled
+    bench.finish()
+
+
+def test_copies_that_complete_while_the_next_one_is_issued_are_released_behind_it() -> None:
+    bench = Bench(device=PinningDevice)
+    chunk = bench.start(FIRST)
+    for _ in range(3):
+        bench.save(chunk)
+        assert bench.resident_groups == 1, "only the last one may still be leaving"
+    bench.finish()
+
+
+@pytest.mark.parametrize(("ends", "misses"), [(True, 0), (False, 1)])
+def test_the_last_forward_of_a_step_ends_too(ends: bool, misses: int) -> None:
+    """Else the first group of that chunk, and of those behind it, would be late: no other forward says it is over."""
+    bench = Bench(max_inflight_bytes=0)
+    first, second = bench.forward(FIRST, "qkv qkv"), bench.forward(SECOND, "qkv qkv", ends=ends)
+    bench.backward(first)
+    bench.backward(second)
+    assert bench.finish() == misses
+
+
+@pytest.mark.parametrize(
+    "come_to",
+    [
+        lambda bench, chunk: chunk.end_forward(),
+        lambda bench, chunk: bench.engine.start_chunk(SECOND),
+        lambda bench, chunk: chunk.on_group_commit_backward(chunk.groups[0]),
+    ],
+    ids=["the end of the forward", "the next forward", "a backward"],
+)
+def test_they_wait_no_longer_than_to(come_to: Callable[[Bench, ChunkOffloadHandler], object]) -> None:
+    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+    chunk = bench.start(FIRST)
+    delay(bench, chunk)
+    assert bench.num_copied_out == 0
+    come_to(bench, chunk)
+    assert bench.num_copied_out == 1
+    bench.engine.reset_iteration()
+
+
+@pytest.mark.parametrize("limit", [0, 6])
+def test_at_most_half_of_the_limit_in_flight_is_delayed(limit: int) -> None:
+    """One more, and all are issued; they fit, so compute need not wait for copies that have just begun."""
+    bench = Bench(AT_ONCE, max_inflight_bytes=limit * GROUP_BYTES)
+    chunk = bench.start(FIRST)
+    delay(bench, chunk, limit // 2)
+    assert bench.num_copied_out == 0
+    delay(bench, chunk)
+    assert bench.num_copied_out == limit // 2 + 1
+    assert bench.engine.snapshot().inflight_bytes == (limit // 2 + 1) * GROUP_BYTES * (limit > 0)
+    bench.backward(chunk)
+    bench.finish()
+
+
+@pytest.mark.parametrize("settings", [{"horizon_groups": 3}, {"resident_bytes": GROUP_BYTES}])
+def test_nothing_waits_where_resident_groups_or_bytes_are_counted(settings: dict[str, Any]) -> None:
+    bench = Bench(AT_ONCE, **settings)
+    chunk = bench.start(FIRST)
+    delay(bench, chunk, 2)
+    assert bench.engine.stats.num_offloaded_groups == 2
+    bench.backward(chunk)
+    bench.finish()
+
+
+@pytest.mark.parametrize("num_groups", [1, 6, 16])
+def test_the_budget_holds_where_more_or_less_is_saved_than_expected(num_groups: int) -> None:
+    bench = Bench(None, resident_bytes=5 * GROUP_BYTES)
+    budgeted_step(bench)
+    budgeted_step(bench, "group " * num_groups)
+    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
+    assert bench.engine.stats.copied_in_bytes == max(0, num_groups - 4) * GROUP_BYTES
+
+
+def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> None:
+    """What a first layer kept would be spread over memory that stays reserved; from the second on there is a budget."""
+    device, meter = AdversarialDevice(host_capacity=1 << 16), ResidencyMeter()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=ResidentLayers(2)), device, meter)
+    engine.begin_iteration()
+    chunk, handles, resident = engine.start_chunk(), [], []
+    for number in range(6):
+        chunk.open_group("group", GroupTraits(layer=number // 3))
+        handles.append(chunk.tensor_push(torch.zeros(GROUP_BYTES, dtype=torch.uint8)))
+        chunk.close_group(ends_layer=number % 3 == 2)
+        device.synchronize_all()
+        resident.append(meter.current_bytes // GROUP_BYTES)
+    assert resident == [1, 1, 1, 2, 3, 4]
+    handles.clear()
+    engine.end_iteration()
+    engine.close()
