@@ -34,9 +34,7 @@ def find_candidates(
     if config.recompute_granularity == "full":
         sites["layer_input"] = max(1, sites["layer_input"])  # what a checkpoint of layers saves, even without a norm
     for name in (row.name for row in MODULES if sites[row.name]):
-        reason = (
-            "its parts move separately" if name in _IN_PARTS else _why_refused(config, name, chunks, not has_budget)
-        )
+        reason = "its parts move separately" if name in _IN_PARTS else _why_refused(config, name, chunks, has_budget)
         if reason is None:
             names.append(name)
         else:
@@ -61,7 +59,7 @@ def find_among(
         if not found.sites[name] and not (name == "layer_input" and config.recompute_granularity == "full"):
             is_fused = name in found.identities
             left_out[name] = "its module is an identity here" if is_fused else "this rank has no such module"
-        elif (reason := _why_refused(config, name, chunks, not has_budget)) is not None:
+        elif (reason := _why_refused(config, name, chunks, has_budget)) is not None:
             left_out[name] = reason
     return tuple(name for name in names if name not in left_out), left_out
 
@@ -88,12 +86,12 @@ def check_plan(source: str, slots: Iterable[Slot], chunks: Sequence[torch.nn.Mod
         )
 
 
-def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module], may_be_captured: bool) -> str | None:
+def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module], has_budget: bool) -> str | None:
     if getattr(config, "moe_paged_stash", False) and is_in_experts(name):
         return f"moe_paged_stash keeps what {EXPERTS} saves"
-    is_unchosen = not may_be_captured and bool(captured_names(config, [name]))
+    chooses_captured = has_budget and bool(captured_names(config, [name]))
     checks: tuple[Callable[[], None], ...] = (
-        lambda: check_cuda_graphs(config, [name], has_budget=is_unchosen),
+        lambda: check_cuda_graphs(config, [name], has_budget=chooses_captured),
         lambda: check_conflicts(config, [name], own_norms(chunks)),
         lambda: check_parts_are_called(config, [name], chunks),
     )

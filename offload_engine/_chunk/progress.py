@@ -51,8 +51,7 @@ class ChunkProgress:
     @property
     def awaits_tail(self) -> bool:
         """Return whether the end of the tail's backward brings the first group back; see the function."""
-        has_one = self.has_tail_end and self.tail_index == len(self.groups) - 1
-        return has_one and awaits_tail([group.name for group in self.groups[-2:]])
+        return self.has_tail_end and awaits_tail([group.name for group in self.groups], self.tail_index)
 
     def end_forward(self) -> None:
         """Allow prefetch to begin, with the last group. Idempotent."""

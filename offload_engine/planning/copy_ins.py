@@ -179,7 +179,7 @@ class CopyInOrder:
     def _awaits_tail(self, group: GroupKey) -> bool:
         """Return whether the end of this group's backward, not its beginning, brings the first group back."""
         shape = self._step.shape(group.chunk)
-        return self._is_last_layer_first and shape.awaits_tail and group.index == shape.tail_index
+        return self._is_last_layer_first and group.index == shape.tail_index and shape.awaits_tail
 
     def _advance(self) -> None:
         while self._window:

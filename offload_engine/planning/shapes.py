@@ -119,8 +119,7 @@ class ChunkShape:
     @property
     def awaits_tail(self) -> bool:
         """Return whether the first group comes back when the backward of the tail is over; see `awaits_tail`."""
-        names = [group.name for group in self.groups[-2:]]
-        return self.has_tail_end and self.tail_index == len(self.groups) - 1 and awaits_tail(names)
+        return self.has_tail_end and awaits_tail([group.name for group in self.groups], self.tail_index)
 
     def last_index_by_name(self) -> dict[str, int]:
         """Return the index of the last group of each name."""
@@ -178,16 +177,17 @@ def bringing_groups(groups: Sequence[tuple[str, int]]) -> list[int]:
     return bringing[::-1]
 
 
-def awaits_tail(last_names: Sequence[str]) -> bool:
+def awaits_tail(names: Sequence[str], tail_index: int | None) -> bool:
     """Return whether the end of the tail's backward brings the first group back, not the beginning of its last group.
 
     Memory peaks in that backward. If a layer has a single group, its copy then has the backward of a block to complete,
     the other one of the last layer. Copies of several groups may take longer: they begin as early as they can.
 
     Args:
-        last_names: names of the last two groups of a chunk, of which only the last is in its tail.
+        names: names of the groups of a chunk.
+        tail_index: index of the first group of its tail; None or -1: it has no tail.
     """
-    return len(last_names) == 2 and last_names[0] == last_names[1]
+    return len(names) > 1 and tail_index == len(names) - 1 and names[-2] == names[-1]
 
 
 def largest_bytes(shapes: Iterable[ChunkShape]) -> int:
