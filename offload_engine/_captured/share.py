@@ -12,8 +12,9 @@ from offload_engine.config import OffloadConfig
 class CapturedShare:
     """Decides for each captured forward whether what it has saved stays, by `fraction`, `kept_bytes` and `dry_run`.
 
-    A capture does not tell how many come after it. So what leaves by `fraction` is spread over the forwards, and what
-    stays by `kept_bytes` is the first of what waits for its backward.
+    A capture does not tell how many come after it. So what leaves by `fraction` is spread over the forwards, rounded up
+    to whole ones as megatron-core's own offload does, and what stays by `kept_bytes` is the first of what waits for its
+    backward.
 
     Args:
         config: of the engine.
@@ -28,10 +29,9 @@ class CapturedShare:
 
     def stays(self, storages: Sequence[CapturedStorage]) -> bool:
         """Count what one forward has saved; return whether all of it stays."""
-        nbytes = sum(saved.nbytes for saved in storages)
-        self._saved_bytes += nbytes
+        self._saved_bytes += sum(saved.nbytes for saved in storages)
         self._kept = [saved for saved in self._kept if saved.handles]
-        is_beyond = self._left_bytes + nbytes > self._fraction * self._saved_bytes
+        is_beyond = self._left_bytes >= self._fraction * self._saved_bytes
         if is_beyond or sum(saved.nbytes for saved in self._kept) < self._kept_bytes:
             self._kept += storages
             return True
