@@ -166,35 +166,6 @@ def test_content_is_refused_by_name(make: Callable[[Net], torch.Tensor], message
     handle.remove()
 
 
-def prefix_loss(model: Any, prefix: list[torch.Tensor]) -> torch.Tensor:
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    for i in range(DEPTH):
-        cache.update(prefix[2 * i], prefix[2 * i + 1], i)
-    loss: torch.Tensor = model(input_ids=TOKENS, labels=TOKENS, past_key_values=cache).loss
-    return loss
-
-
-@pytest.mark.parametrize("enable_ckpt", [False, True])
-def test_a_prefix_in_a_cache(enable_ckpt: bool) -> None:
-    """It is learned as well, as in prefix tuning."""
-    pytest.importorskip("transformers", reason="its caches")
-    model: Any = make_decoder("llama", DEPTH, attention_dropout=0.0)
-    torch.manual_seed(1)
-    prefix = [torch.randn(2, 2, 4, 8, requires_grad=True) for _ in range(2 * DEPTH)]
-    plain = numbers(model, prefix_loss(model, prefix))
-    handle = enable_activation_offloading(model, enable_ckpt=enable_ckpt, config=SMALL)
-    if enable_ckpt:
-        with pytest.raises(OffloadError, match="as past_key_values .DynamicCache. that is not empty"):
-            prefix_loss(model, prefix)
-    else:
-        grads = [p.grad.clone() for p in prefix if p.grad is not None]
-        assert_same(numbers(model, prefix_loss(model, prefix)), plain)
-        assert_same([p.grad / 2 for p in prefix if p.grad is not None], grads)
-    handle.remove()
-
-
 def test_a_cache_of_a_fixed_size_is_refused() -> None:
     """Masks are made for all of it."""
     transformers = pytest.importorskip("transformers", reason="its caches")

@@ -150,24 +150,6 @@ def backward_inside_forward(region: Region) -> Results:
     return results(model, loss)
 
 
-def views_and_in_place(region: Region) -> Results:
-    model = make_model()
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        x = model[:2](x)
-        x.relu_()
-        halves = x.view(ROWS, 2, -1)
-        x = torch.cat([halves[:, 0].sin(), halves[:, 1].t().exp().t()], 1)
-        x = model[2:](x.expand(ROWS, WIDTH).mul_(1.5))
-        x[:, 0] = x[:, 1].clone().sigmoid_()
-        return x
-
-    with region():
-        loss = loss_of(run)
-    loss.backward()
-    return results(model, loss)
-
-
 def forward_over_reverse(region: Region) -> Results:
     """Compute a Hessian by a vector: tangents pass through the hooks, some of them zeros without bytes."""
     model = make_model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
@@ -209,7 +191,6 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
     "retain_graph": retained,
     "create_graph": double_backward,
     "backward inside forward": backward_inside_forward,
-    "views and in-place": views_and_in_place,
     "forward over reverse": forward_over_reverse,
     "evaluation in between": evaluation_in_between,
 }
@@ -367,10 +348,3 @@ def test_where_hooks_are_refused_nothing_is_entered(activations: ManagedActivati
     with activations:
         loss = loss_of(make_model())
     loss.backward()
-
-
-def test_arguments(activations: ManagedActivations) -> None:
-    with pytest.raises(ValueError, match="a config or an engine"):
-        manage_activations(config=OffloadConfig(), engine=activations.engine)
-    with pytest.raises(ValueError, match="group_bytes must be positive, got 0"):
-        manage_activations(group_bytes=0, engine=activations.engine)

@@ -61,13 +61,6 @@ def test_a_budget_in_the_engines_configuration_is_one() -> None:
     assert not settings.may_recompute and settings.engine.gpu_budget is None
 
 
-@pytest.mark.parametrize("flags", [("--offload-num-layers", "four"), ("--offload-fraction", "half")])
-def test_values_that_are_no_number(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        add_offload_arguments(argparse.ArgumentParser()).parse_args(flags)
-    assert f"{flags[1]!r} is not a " in capsys.readouterr().err
-
-
 def test_the_script_finds_what_lies_beside_it_before_what_is_installed(tmp_path: Path) -> None:
     """A checkout of Megatron-LM has its own megatron.core beside its scripts: that one is to be patched."""
     script, core = tmp_path / "train.py", tmp_path / "megatron" / "core"

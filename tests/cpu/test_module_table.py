@@ -12,16 +12,13 @@ pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches._hooks.attach import last_of_each_name  # noqa: E402
 from megatron_patches._model.modules import canonical_names  # noqa: E402
-from megatron_patches._model.sites import count_layers, find_sites, merge_surveys, survey  # noqa: E402
+from megatron_patches._model.sites import find_sites, survey  # noqa: E402
 from megatron_patches._model.unshared import unshared_modules  # noqa: E402
 from megatron_patches._model.validate import _missing_message  # noqa: E402
-from offload_engine import ChunkKey  # noqa: E402
-from offload_engine.schedule import Action, backward_at_once, interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 
 
 class _Part(torch.nn.Linear):
@@ -102,7 +99,6 @@ NORMS = ("input_layernorm", "pre_mlp_layernorm")
         ("core_attn", {*NORMS, QKV, "mlp"}),
         ("attn_proj moe_act", {*NORMS, QKV, "mlp.router", *LINEARS}),
         ("router_fc1", {*NORMS, "self_attention", "mlp.router", "mlp.experts.linear_fc2"}),
-        ("router_fc2", {*NORMS, "self_attention", "mlp.router", "mlp.experts.linear_fc1"}),
         ("dispatched_tokens attn_proj", {"input_layernorm", QKV, "mlp.experts.linear_fc2"}),
         ("shared_fc1 self_attn", LINEARS),
         ("experts", {*NORMS, "self_attention", "mlp.router"}),
@@ -125,28 +121,12 @@ def test_settings_under_which_hooks_do_not_run_once(setting: str, names: str, di
     assert differing <= called and _unshared(_Layer(*SPARSE), [names], {setting: True}) == called - differing
 
 
-def test_surveys_of_several_ranks_add_up() -> None:
-    """Names of dense layers do not match experts, nor the reverse."""
-    sites = merge_surveys([survey([_Layer(*DENSE)]), survey([]), survey([_Layer(*MOE)])]).sites
-    names = ("core_attn", "mlp_fc1", "mlp_act", "router_fc1", "moe_act")
-    assert [sites[name] for name in names] == [2, 1, 1, 3, 3]
-
-
 def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
     layer = _Layer(*SPARSE, identities=("cross_attention",))
     called, in_a_plan = _unshared(layer, ["qkv_linear"]), _unshared(layer, ["qkv_linear"], PLAN)
     assert (called - in_a_plan, in_a_plan - called) == ({"mlp"}, {"mlp.router", "mlp.experts"})
     assert _unshared(layer, ["router_fc1"], PLAN) == _unshared(layer, ["router_fc1"])
     assert "mlp" in _unshared(_Layer(*DENSE), ["qkv_linear"], PLAN)
-
-
-@pytest.mark.parametrize("path", ["", "self_attention", KERNEL])
-def test_of_what_is_not_megatron_cores_nothing_is_known(path: str) -> None:
-    """Such attention may get more than query, key and value; in such a layer it may read what the MLP reads."""
-    layer = _Layer(*DENSE)
-    owner = layer.get_submodule(path)
-    owner.__class__ = type("Other", (type(owner),), {"__module__": __name__})
-    assert _unshared(layer, ["core_attn"]) == ({*NORMS, "mlp"} if path else set())
 
 
 PLAN = {"overlap_moe_expert_parallel_comm": True}
@@ -159,21 +139,6 @@ def _unshared(layer: _Layer, names: list[str], settings: dict[str, bool] | None 
     found = [paths[module] for module in unshared_modules(chunk, names)]
     assert len(found) == len(set(found))
     return set(found)
-
-
-@pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
-def test_a_layer_that_predicts_a_token_more_and_the_layer_inside_it(inner: str) -> None:
-    ahead = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
-    torch.nn.Module.__init__(ahead)
-    for path in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
-        _put(ahead, path, _Part())
-    ahead.add_module(inner, _Layer(*DENSE))
-    chunk = torch.nn.Sequential(_Layer(*DENSE), ahead)
-    sites = find_sites(chunk, ("mtp_norm", "mtp_proj", "core_attn"))
-    ahead_paths = ["1.enorm", "1.hnorm", "1.final_layernorm", "1.eh_proj", f"1.{inner}.self_attention.core_attention"]
-    assert [site.path for site in sites] == ["0.self_attention.core_attention", *ahead_paths]
-    assert count_layers(chunk) == 2, "recomputation runs the two together"
-    assert {sites[kept].path for kept in last_of_each_name(chunk, sites)} == set(ahead_paths[2:])
 
 
 def test_an_identity_is_no_site_and_is_said_to_be_fused() -> None:
@@ -190,25 +155,6 @@ def test_an_identity_is_no_site_and_is_said_to_be_fused() -> None:
 def test_of_each_name_the_last_group_near_the_end_of_the_chunk_is_kept(num_behind: int, expected: set[int]) -> None:
     chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*DENSE), *(_Layer(*MOE) for _ in range(num_behind)))
     assert last_of_each_name(chunk, find_sites(chunk, ("mlp_fc1",))) == expected
-
-
-@pytest.mark.parametrize(
-    ("actions", "is_combined", "keys"),
-    [
-        (no_pipelining(3), False, {ChunkKey(0, 0), ChunkKey(0, 1), ChunkKey(0, 2)}),
-        (one_forward_one_backward(2, 1, 2), False, {ChunkKey(0, 0), ChunkKey(0, 1)}),
-        (one_forward_one_backward(2, 0, 3), False, set()),
-        (interleaved(2, 1, 2, 4), False, {ChunkKey(1, microbatch) for microbatch in range(4)}),
-        # F0 | F1 B0 | F2 B1 | B2: each backward runs together with the next forward.
-        (no_pipelining(3, overlap_expert_comm=True), False, set()),
-        (no_pipelining(3, overlap_expert_comm=True), True, {ChunkKey(0, 0), ChunkKey(0, 1), ChunkKey(0, 2)}),
-        (no_pipelining(1, overlap_expert_comm=True), True, {ChunkKey(0, 0)}),
-        (interleaved(2, 1, 2, 4, overlap_expert_comm=True), True, {ChunkKey(1, microbatch) for microbatch in range(4)}),
-        (interleaved(2, 0, 2, 4, overlap_expert_comm=True), True, set()),
-    ],
-)
-def test_chunks_whose_backward_comes_at_once(actions: list[Action], is_combined: bool, keys: set[ChunkKey]) -> None:
-    assert backward_at_once(actions, is_combined=is_combined) == keys
 
 
 class _Holder(torch.nn.Module):

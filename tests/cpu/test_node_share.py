@@ -33,7 +33,6 @@ AGENT = 100
         ({"LOCAL_SIZE": "4"}, 4),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"MPI_LOCALNRANKS": "3"}, 3),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x16)"}, 8),
         ({"SLURM_STEP_TASKS_PER_NODE": "4,8(x2)"}, 8),
     ],
 )
@@ -44,13 +43,12 @@ def test_launchers_say_how_many_processes_a_node_has(variables: dict[str, str], 
 class Node:
     """A machine that shows its processes in `/proc`: children of an agent, some of which hold memory."""
 
-    def __init__(self, root: Path, num_processes: int) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.environ = {"LOCAL_WORLD_SIZE": str(num_processes)}
         self.held: dict[int, int] = {}
         self.others = 0
-        (root / f"proc/{AGENT}/task/{AGENT}").mkdir(parents=True)
-        (root / f"proc/{AGENT}/task/{AGENT + 1}").mkdir()
+        for thread in (AGENT, AGENT + 1):  # both have started processes
+            (root / f"proc/{AGENT}/task/{thread}").mkdir(parents=True)
 
     def start(self, pid: int, heap: int = 0) -> None:
         self.held[pid] = heap
@@ -60,10 +58,18 @@ class Node:
     def free(self) -> int:
         return TOTAL - self.others - sum(self.held.values())
 
-    def may_take(self, pid: int) -> int:
+    def may_take(self, pid: int, num_processes: int = 8) -> int:
         """Return what `pid` sees as its share."""
-        self._show(pid)
-        return share_of_memory(self.root, self.environ)
+        proc, pids = self.root / "proc", sorted(self.held)
+        (proc / "meminfo").write_text(f"MemTotal: {TOTAL >> 10} kB\nMemAvailable: {self.free >> 10} kB\n")
+        for thread, children in ((AGENT, pids[::2]), (AGENT + 1, [*pids[1::2], 999])):  # 999 has ended
+            (proc / f"{AGENT}/task/{thread}/children").write_text(" ".join(map(str, children)) + " ")
+        for each, held in self.held.items():
+            text = f"Name:\tpython\nPid:\t{each}\nPPid:\t{AGENT}\nVmRSS:\t 1 kB\nRssAnon:\t{held >> 10:8} kB\n"
+            (proc / f"{each}/status").write_text(text)
+        (proc / "self").unlink(missing_ok=True)
+        (proc / "self").symlink_to(str(pid))
+        return share_of_memory(self.root, {"LOCAL_WORLD_SIZE": str(num_processes)})
 
     def grow_to_the_limit(self, pid: int, heap: int = 0) -> int:
         """Take all that a host pool would; return the bytes of the pool."""
@@ -72,30 +78,11 @@ class Node:
         self.held[pid] += max(0, room)
         return self.held[pid] - heap
 
-    def _show(self, seen_by: int) -> None:
-        proc = self.root / "proc"
-        (proc / "meminfo").write_text(f"MemTotal: {TOTAL >> 10} kB\nMemAvailable: {self.free >> 10} kB\n")
-        pids = sorted(self.held)
-        # Two threads of the agent have started them.
-        (proc / f"{AGENT}/task/{AGENT}/children").write_text(" ".join(map(str, pids[::2])) + " ")
-        (proc / f"{AGENT}/task/{AGENT + 1}/children").write_text(
-            " ".join(map(str, [*pids[1::2], 999]))
-        )  # 999 has ended
-        for pid, held in self.held.items():
-            text = f"Name:\tpython\nPid:\t{pid}\nPPid:\t{AGENT}\nVmRSS:\t 1 kB\nRssAnon:\t{held >> 10:8} kB\n"
-            (proc / f"{pid}/status").write_text(text)
-        (proc / "self").unlink(missing_ok=True)
-        (proc / "self").symlink_to(str(seen_by))
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path, 8)
-
 
 @pytest.mark.parametrize(("heap", "others"), [(0, 0), (20 * GIB, 0), (0, TOTAL // 2)])
-def test_processes_that_start_one_after_the_other_get_the_same(heap: int, others: int, node: Node) -> None:
+def test_processes_that_start_one_after_the_other_get_the_same(heap: int, others: int, tmp_path: Path) -> None:
     """What they hold already counts for their share; memory of others is no part of what is shared."""
+    node = Node(tmp_path)
     node.others = others
     for pid in range(1, 9):
         node.start(pid, heap)
@@ -105,26 +92,20 @@ def test_processes_that_start_one_after_the_other_get_the_same(heap: int, others
     assert min(pools) == pytest.approx(share, rel=1e-6) == max(pools) and sum(pools) <= 8 * share
 
 
-def test_no_more_than_is_free(node: Node) -> None:
+def test_no_more_than_is_free_and_a_process_that_has_died_leaves_its_memory_to_the_others(tmp_path: Path) -> None:
+    node = Node(tmp_path)
     node.start(1, heap=900 * GIB)  # it had a limit of its own
     node.start(2)
     node.others = 120 * GIB
     assert (node.may_take(1), node.may_take(2)) == (0, 4 * GIB)
-    node.environ = {}
-    assert node.may_take(1) == node.free == 4 * GIB, "alone a process may have all"
-
-
-def test_a_process_that_has_died_leaves_its_memory_to_the_others(node: Node) -> None:
-    for pid in (1, 2):
-        node.start(pid)
-        before = node.grow_to_the_limit(pid)
+    assert node.may_take(1, num_processes=1) == node.free == 4 * GIB, "alone a process may have all"
     del node.held[1]
-    (node.root / "proc/1/status").unlink()
-    assert node.grow_to_the_limit(2) == pytest.approx(before, rel=1e-6)
-    node.may_take(2)
-    for file in node.root.glob(f"proc/{AGENT}/task/*/children"):
+    node.others = 0
+    (tmp_path / "proc/1/status").unlink()
+    assert node.may_take(2) == pytest.approx(TOTAL / 8, rel=1e-6)
+    for file in tmp_path.glob(f"proc/{AGENT}/task/*/children"):
         file.unlink()  # as with a shell around each process, or a kernel that lists no children
-    assert 0 < share_of_memory(node.root, node.environ) <= node.free / 8
+    assert 0 < share_of_memory(tmp_path, {"LOCAL_WORLD_SIZE": "8"}) <= node.free / 8
 
 
 def test_files_of_several_processes_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

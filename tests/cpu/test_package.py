@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import fcntl
 import re
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import offload_engine
-from tests.tool_scripts import load_tool
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "pyproject.toml").exists():
@@ -25,11 +23,6 @@ if not (ROOT / "pyproject.toml").exists():
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Modules that are there because something else is: a front-end is imported by those who have the library.
 OPTIONAL = {"megatron", "transformer_engine", "transformers", "lightning", "pytorch_lightning", "matplotlib", "mypyc"}
-
-
-def test_one_version() -> None:
-    assert re.fullmatch(r"\d+\.\d+\.\d+", offload_engine.__version__)
-    assert f"## {offload_engine.__version__} " in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_source_says_its_licence() -> None:
@@ -90,18 +83,3 @@ def test_the_lowest_versions_are_those_that_the_package_takes() -> None:
     assert len(bounds) > 15
     for bound in bounds:
         assert bound and f"{pinned[bound[1]]}.".startswith(f"{bound[2]}."), bound
-
-
-def test_builds_of_a_checkout_for_several_environments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("setuptools")
-    backend = load_tool("build_backend")
-    monkeypatch.chdir(ROOT)
-
-    def build(*args: object) -> str:
-        with open("setup.py") as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return "built"
-
-    for hook in ("_build_editable", "_prepare_editable"):
-        monkeypatch.setattr(backend, hook, build)
-    assert backend.build_editable("folder") == backend.prepare_metadata_for_build_editable("folder") == "built"

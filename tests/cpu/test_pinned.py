@@ -19,7 +19,6 @@ from offload_engine._devices.cuda import CudaDevice
 from offload_engine._devices.pinned import PinnedSlab, numa_node_of
 
 MIB = 1 << 20
-GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
 
 
 class Runtime:
@@ -27,8 +26,8 @@ class Runtime:
 
     cudaError = int
 
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
+    def __init__(self) -> None:
+        self.code = 0
         self.registered: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
@@ -51,7 +50,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-def test_a_slab_is_registered_whole_and_can_be_used(runtime: Runtime) -> None:
+def test_a_slab_is_registered_whole_until_it_is_closed_or_dropped(runtime: Runtime) -> None:
     nbytes = 3 * MIB + 512
     slab = PinnedSlab(nbytes, numa_node=0)
     whole = slab.view(0, nbytes)
@@ -64,9 +63,6 @@ def test_a_slab_is_registered_whole_and_can_be_used(runtime: Runtime) -> None:
     whole.fill_(1)  # a view may outlive its slab
     with pytest.raises(RuntimeError, match="closed"):
         slab.view(0, 1)
-
-
-def test_a_dropped_slab_is_unregistered(runtime: Runtime) -> None:
     slab = PinnedSlab(MIB)
     assert runtime.registered
     del slab
@@ -74,23 +70,20 @@ def test_a_dropped_slab_is_unregistered(runtime: Runtime) -> None:
     assert runtime.registered == {}
 
 
-def test_a_forked_child_unregisters_nothing(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    slab = PinnedSlab(MIB)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)  # as a data loader's worker that closes what it has inherited
-        slab.close()
-    assert runtime.registered, "it is the parent's"
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_forked_child_has_no_pinned_page(runtime: Runtime) -> None:
+def test_a_forked_child_has_no_pinned_page_and_unregisters_nothing(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab = PinnedSlab(MIB)
     address = slab.view(0, 1).data_ptr()
     child = os.fork()
     if child == 0:
         os._exit(int(_is_mapped(address)))
     assert _is_mapped(address) and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    slab.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)  # as a data loader's worker that closes what it has inherited
+        slab.close()
+    assert runtime.registered, "it is the parent's"
 
 
 def _is_mapped(address: int) -> bool:
@@ -116,29 +109,25 @@ def test_a_node_or_a_machine_that_cannot_be_asked_is_skipped(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "numa_node", "properties", "expected"),
+    ("nodes", "numa_node", "does_tell", "expected"),
     [
-        (1, "0\n", GPU, None),
-        (2, "1\n", GPU, 1),
-        (2, "-1\n", GPU, None),
-        (2, "garbled", GPU, None),
-        (2, "1", SimpleNamespace(), None),  # it does not tell where it is
+        (1, "0\n", True, None),
+        (2, "1\n", True, 1),
+        (2, "-1\n", True, None),
+        (2, "garbled", True, None),
+        (2, "1", 0, None),
     ],
 )
 def test_the_memory_node_of_a_gpu(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    nodes: int,
-    numa_node: str,
-    properties: SimpleNamespace,
-    expected: int | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, numa_node: str, does_tell: bool, expected: int | None
 ) -> None:
     for node in range(nodes):
         (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text(numa_node)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    properties = {"pci_domain_id": 0, "pci_bus_id": 0x1B, "pci_device_id": 0} if does_tell else {}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
     assert numa_node_of(torch.device("cuda", 0), tmp_path) == expected
 
 

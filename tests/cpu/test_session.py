@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Session` and `AutomaticGroups`: when iterations begin and end, and which group moves when."""
+"""`Session` and `AutomaticGroups`: when iterations begin and end, and which group moves when.
+
+Also where a graph is kept while steps go on, and where a forward is inside another one.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offload_engine import CopyError, OffloadConfig, OffloadEngine
+from offload_engine import (
+    CopyError,
+    OffloadConfig,
+    OffloadEngine,
+    enable_activation_offloading,
+    manage_activations,
+)
+from offload_engine._budget.state import State
+from offload_engine._compat import torch_private
 from offload_engine._saved.eligibility import with_storage
 from offload_engine.frontends._common.groups import AutomaticGroups
 from offload_engine.frontends._common.session import Session
@@ -20,6 +34,7 @@ from tests.lookups import present
 
 WIDTH, ROWS, DEPTH = 16, 8, 6
 TENSOR_BYTES = WIDTH * ROWS * 4
+ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 
 
 def make_model() -> nn.Sequential:
@@ -163,3 +178,189 @@ def test_wrappers_are_asked_for_what_they_hold() -> None:
     first, second = torch.ones(2), torch.zeros(2)
     assert [t is u for t, u in zip(with_storage([TwoTensor(first, second)]), (first, second), strict=True)] == [1, 1]
     assert not list(with_storage([torch.ones(2).to_sparse()]))
+
+
+# -- graphs that are kept while steps go on ----------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Job:
+    """A net, with or without offload, and its losses and gradients."""
+
+    def __init__(self, enable: Callable[[nn.Module], Any] | None = None) -> None:
+        self.model = Net()
+        self.handle: Any = enable(self.model) if enable is not None else None
+        self.seen: list[torch.Tensor] = []
+
+    def loss(self, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        found: torch.Tensor = self.model(torch.randn(ROWS, WIDTH)).square().sum()
+        return found
+
+    def backward(self, *losses: torch.Tensor) -> None:
+        torch.stack(losses).sum().backward()
+        self.seen += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+
+    def steps(self, num: int) -> None:
+        for seed in range(num):
+            self.backward(self.loss(seed))
+
+    def assert_same(self, other: Job) -> None:
+        assert all(torch.equal(a, b) for a, b in zip(self.seen, other.seen, strict=True))
+
+
+@pytest.fixture(params=["layers", "any model"])
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    if request.param == "layers":
+        job = Job(lambda model: enable_activation_offloading(model, config=ALL))
+        yield job
+        job.handle.remove()
+    else:
+        model = Net()
+        with manage_activations(model, ALL) as handle:
+            job = Job()
+            job.model, job.handle = model, handle
+            yield job
+
+
+def keep_and_train(job: Job) -> None:
+    """A backward of the kept graph comes 4 steps later, twice, inside a later step and outside of all."""
+    kept, other = job.loss(100), job.loss(101)
+    job.steps(4)
+    first = job.loss(7)
+    job.backward(kept)
+    job.backward(first)
+    job.steps(2)
+    job.backward(other)
+    job.steps(2)
+
+
+def test_a_later_backward_of_a_kept_graph(job: Job) -> None:
+    plain = Job()
+    keep_and_train(plain)
+    keep_and_train(job)
+    job.assert_same(plain)
+    assert not job.handle.engine.is_in_iteration and not job.handle.engine.has_saved
+    assert job.handle.stats.num_storages_left == job.handle.stats.prefetch_misses == 0
+
+
+def test_steps_are_steps_while_a_graph_is_kept(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job.steps(1)
+    num_groups = job.handle.stats.num_groups
+    kept = job.loss(100)
+    with caplog.at_level(logging.WARNING):
+        job.steps(2)  # the next forward finds that the first of these has begun behind the kept one
+        for _ in range(5):
+            job.steps(1)
+            assert not job.handle.engine.is_in_iteration
+            assert job.handle.stats.num_groups == num_groups
+    assert caplog.text.count("saved storages outlive the iteration, the first is") == 1
+    file = tmp_path / "step.json"
+    job.handle.record(file)
+    job.steps(2)
+    del kept
+    job.steps(1)
+    assert job.handle.stats.num_storages_left == 0 and job.handle.engine.last_record is not None
+
+
+def test_a_budget_leaves_the_floor() -> None:
+    job = Job(lambda model: enable_activation_offloading(model, config=ALL.replace(gpu_budget=64 << 20)))
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.01)
+    kept = job.loss(100)
+    for seed in range(14):
+        job.loss(seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = job.handle.engine.budget.state
+    job.handle.remove()
+    assert state not in (State.FLOOR, State.MEASURE) and kept.requires_grad
+
+
+@pytest.mark.parametrize(
+    "order", ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 B2 B1 B0", "F0 F1 B1 B0", "F0 F1 X F2 B0 X F3 B1 B2 B3"]
+)
+def test_forwards_and_backwards_in_any_usual_order_are_one_iteration(job: Job, order: str) -> None:
+    """X is a forward whose graph is dropped."""
+    plain = Job()
+    plain_run, mine = run(plain, order), run(job, order)
+    job.assert_same(plain)
+    assert plain_run == 0 and mine == 1
+
+
+def run(job: Job, order: str) -> int:
+    """Return the number of iterations, told by their statistics."""
+    losses: dict[str, torch.Tensor] = {}
+    found: list[Any] = []
+    for index, action in enumerate(order.split()):
+        if action == "X":
+            job.loss(index)
+        elif action[0] == "F":
+            losses[action[1:]] = job.loss(index)
+        else:
+            job.backward(losses.pop(action[1:]))
+        if job.handle is not None and not any(job.handle.stats is each for each in found):
+            found.append(job.handle.stats)
+    return len(found)
+
+
+# -- a forward inside another one --------------------------------------------------------------------------------------
+
+
+def test_the_outermost_one_ends_the_forward_also_behind_an_error_of_an_inner_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net()
+    handle = enable_activation_offloading(model, config=ALL)
+    with handle.forward():
+        with handle.forward():
+            x = model.layers[0](torch.ones(ROWS, WIDTH))
+        with pytest.raises(ArithmeticError), handle.forward():
+            raise ArithmeticError
+        assert torch_private.innermost_hooks(True) is not None
+        for layer in list(model.layers)[1:]:
+            x = layer(x)
+    assert torch_private.innermost_hooks(True) is None
+    x.sum().backward()
+    assert handle.stats.num_groups == DEPTH and not handle.engine.is_in_iteration and not caplog.records
+    handle.remove()
+
+
+def test_one_of_another_thread_leaves_a_forward_alone() -> None:
+    model = Net()
+    handle = enable_activation_offloading(model, config=ALL)
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with torch.no_grad(), handle.forward():
+            is_inside.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=evaluate)
+
+    def meanwhile(*_: object) -> None:
+        thread.start()
+        is_inside.wait(60)
+
+    hook = model.layers[1].register_forward_hook(meanwhile)
+    try:
+        x = model(torch.ones(ROWS, WIDTH))
+        assert torch_private.innermost_hooks(True) is None
+    finally:
+        may_leave.set()
+        hook.remove()
+        thread.join()
+    x.sum().backward()
+    assert handle.stats.num_groups == DEPTH and not handle.engine.is_in_iteration
+    handle.remove()

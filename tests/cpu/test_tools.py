@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("tqdm")
 
 from tests.dist.programs import ROOT
-from tests.tool_scripts import load_tool
 
 
 def test_the_benchmark_of_cpus_still_knows_the_engine() -> None:
@@ -37,30 +33,3 @@ def test_the_commands_of_result_files_are_understood() -> None:
     for command in commands():
         name, *flags = command.split()
         importlib.import_module(f"benchmarks.{name}.settings").parse(flags)
-
-
-def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    quickstart = load_tool("quickstart")
-
-    def write(name: str, losses: list[float], mib: int, plan: dict[str, Any] | None = None) -> None:
-        offload = {"peak_resident_saved_bytes": mib << 20, "plan": plan, "prefetch_misses": 0}
-        offload |= {"copied_out_bytes": 0, "copied_in_bytes": 0}
-        ranks = [{"offload": offload, "rss_peak_bytes": 1 << 30}] * 2
-        steps = [{"loss": loss, "step_ms": 7.0, "ranks": ranks, "offload": offload} for loss in losses]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, steps)))
-        timeline = {"timeline": [[0.5, mib << 20], [1.0, 0]], "spans": [["F", 0.0, 0.5], ["B", 0.5, 1.0]]}
-        (tmp_path / f"{name}.timeline.json").write_text(json.dumps({"ranks": [timeline] * 2}))
-
-    plan = {"budget_bytes": 400 << 20, "predicted_peak_bytes": 390 << 20, "predicted_step_ms": 8.0}
-    write("plain", [3.0, 2.0], 600)
-    write("offload", [3.0, 2.0], 200)
-    write("budget", [3.0, 2.0, 1.0], 380, plan)
-    assert quickstart.main([str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "budget of 400 MiB" in printed and re.search(r"600 MiB\D+390 MiB\D+380 MiB", printed)
-    assert (tmp_path / "residency.png").read_bytes().startswith(b"\x89PNG")
-    write("budget", [3.0, 2.5], 380, plan)
-    assert quickstart.main([str(tmp_path)]) == 1 and "NOT EQUAL" in capsys.readouterr().out
