@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from offload_engine import (
-    FixedBounds,
+    ChunkOffloadHandler,
     GroupTraits,
     OffloadConfig,
     OffloadEngine,
     ResidencyMeter,
-    manage_activations,
 )
 from offload_engine._compat.reads import read_plain
 from offload_engine._saved.places import overlaps
@@ -224,14 +223,20 @@ def test_parts_with_one_counter(engine: OffloadEngine, where: str) -> None:
     assert torch.equal(found, expected[0]) if where == "on host" else found == "modified"
 
 
+def save(chunk: ChunkOffloadHandler, tensors: Iterable[torch.Tensor], **traits: bool) -> list[Any]:
+    """Save tensors in one group; return their handles."""
+    chunk.open_group("module", GroupTraits(**traits))
+    handles = [chunk.tensor_push(tensor) for tensor in tensors]
+    chunk.close_group()
+    return handles
+
+
 def test_what_is_read_once_comes_back_anew(engine: OffloadEngine) -> None:
     """Its bytes stay on the host for a retained graph, so a write into what came back is none into what was saved."""
     with engine.iteration():
         chunk, x = engine.start_chunk(), torch.rand(SIDE, SIDE)
         expected = x.clone()
-        chunk.open_group("module", GroupTraits(read_once=True))
-        handle = chunk.tensor_push(x)
-        chunk.close_group()
+        [handle] = save(chunk, [x], read_once=True)
         del x
         release_all(engine)
         for _ in range(2):
@@ -254,9 +259,7 @@ FORMS: dict[str, View] = {
 def test_handles_without_autograd(engine: OffloadEngine, where: str, form: str) -> None:
     with engine.iteration():
         chunk, x = engine.start_chunk(), torch.rand(SIDE, SIDE, dtype=torch.complex64)
-        chunk.open_group("module", GroupTraits(keep=where == "resident"))
-        handle, other = (chunk.tensor_push(FORMS[form](x)) for _ in range(2))
-        chunk.close_group()
+        handle, other = save(chunk, [FORMS[form](x), FORMS[form](x)], keep=where == "resident")
         if where == "on host":
             del x
             release_all(engine)
@@ -271,14 +274,11 @@ def test_handles_without_autograd(engine: OffloadEngine, where: str, form: str) 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_others_hold_in_another_form(form: str) -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    x = torch.rand(SIDE, SIDE, dtype=torch.complex64)
+    engine, x = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice()), torch.rand(SIDE, SIDE) * 1j
     other = x.detach()
     with engine.iteration():
         chunk = engine.start_chunk()
-        chunk.open_group("module")
-        handle = chunk.tensor_push(FORMS[form](x))
-        chunk.close_group()
+        [handle] = save(chunk, [FORMS[form](x)])
         release_all(engine)
         engine.held_elsewhere(x.view(-1))  # `other` is not told of, so the storage stays
         assert engine.stats.num_viewed_storages == 1
@@ -289,26 +289,6 @@ def test_what_others_hold_in_another_form(form: str) -> None:
             chunk.tensor_pop(handle)
         del handle, other, tensor
     engine.close()
-
-
-@pytest.mark.parametrize("reader", [scratch, reads])
-def test_groups_by_size(reader: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """As with groups that are marked, if a group comes back in a later one's backward."""
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)))
-    activations = manage_activations(engine=engine, group_bytes=1)
-
-    def gradient(around: AbstractContextManager[Any]) -> torch.Tensor:
-        x = torch.ones(SIDE, SIDE, requires_grad=True)
-        with around:
-            y = x * 1
-            first = reader(y)
-            loss = (first + scratch(y)).exp().sum()
-        return torch.autograd.grad(loss, x)[0]
-
-    for around in (nullcontext(), activations):
-        with pytest.raises(RuntimeError, match=MODIFIED):
-            gradient(around)
-    activations.close()
 
 
 @pytest.mark.parametrize(
