@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
@@ -40,30 +39,3 @@ def test_decisions_of_every_policy_are_changed() -> None:
     without_decisions = {"_policy/__init__.py", "_policy/policy.py", "_policy/choose.py"}
     assert policies - without_decisions <= set(mutations.FILES)
     assert len(set(mutations.FILES)) == len(mutations.FILES) > 20
-
-
-def check_with(changed: Any, *tests: str) -> Any:
-    """Make a check of a mutation whose line these tests run, by node ID below tests/cpu."""
-    ids = [f"tests/cpu/{test}" for test in tests]
-    lines = {(str(changed.path), changed.line): set(ids)}
-    return mutation_check.Check(ROOT, mutation_check.LinesOfTests(dict.fromkeys(ids, 1.0), lines, {}, ""))
-
-
-RULE_5 = "test_copy_order.py::test_rule_5_every_stream_that_reads_waits[seed=None]"
-OTHER = "test_copy_order.py::test_rule_3_unused_copy_in[seed=None]"
-
-
-def no_rule_5() -> Any:
-    (one,) = [m for m in mutation_check.find_waits(ROOT) if "copied_in)  # Rule 5" in m.code]
-    return one
-
-
-def test_a_missing_wait_is_caught_by_the_test_of_it_alone() -> None:
-    rule_5 = no_rule_5()
-    ((_, outcome),) = check_with(rule_5, OTHER, RULE_5).run([(0, rule_5)], 1)
-    assert outcome[:2] == ("caught", f"tests/cpu/{RULE_5}")
-    ((_, outcome),) = check_with(rule_5, OTHER).run([(0, rule_5)], 1)
-    assert outcome.verdict == "survived"
-    no_program = rule_5._replace(replacement="pass )")
-    ((_, outcome),) = check_with(no_program, RULE_5).run([(0, no_program)], 1)
-    assert outcome.verdict == "error", "it is not caught"
