@@ -128,13 +128,6 @@ def test_parse_is_the_inverse_of_format(actions: list[Action]) -> None:
     assert parse_actions(format_actions(actions)) == actions
 
 
-@settings(deadline=None, derandomize=True, database=None)
-@given(st.text(alphabet="FB01.9 \n", max_size=12))
-def test_format_is_the_inverse_of_parse(text: str) -> None:
-    with contextlib.suppress(ValueError):
-        assert format_actions(parse_actions(text)) == " ".join(text.split())
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -261,13 +254,3 @@ def record_megatron(shape: Shape, rank: int) -> list[Action]:
             arguments["p2p_communicator"] = FakeCommunicator(shape, rank, config)
         schedule(**arguments)
     return list(record)
-
-
-def test_groups_that_are_passed_in_need_no_parallel_state() -> None:
-    pytest.importorskip("megatron.core")
-    from megatron_patches._rows.schedules import _pipeline_group, _stage_groups
-
-    groups = make_groups()
-    call = {"pg_collection": groups}
-    assert _stage_groups(call) == (groups.dp_cp, groups.tp) and _pipeline_group(call) is groups.pp
-    assert _stage_groups({}) == () and _pipeline_group({}) is None
