@@ -25,7 +25,6 @@ from offload_engine import (
 )
 from offload_engine._budget.state import State
 from offload_engine._compat import torch_private
-from offload_engine._saved.eligibility import with_storage
 from offload_engine.frontends._common.groups import AutomaticGroups
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import may_move
@@ -84,19 +83,6 @@ def test_an_iteration_spans_forward_and_backward(session: Session, forward: Call
     assert not session.engine.is_in_iteration
     assert session.stats.num_storages_left == 0 and session.stats.prefetch_misses == 0
     assert session.stats.copied_out_bytes == copied_out > 0 and session.stats.num_kept_groups == 1
-
-
-def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    """Then the last group of the first one leaves, too."""
-    first = forward()
-    stats = session.stats
-    copied_out = stats.copied_out_bytes
-    second = forward()
-    assert session.stats is stats and stats.copied_out_bytes > 2 * copied_out
-    second.backward()
-    assert bool(session.engine.is_in_iteration)
-    first.backward()
-    assert not session.engine.is_in_iteration and session.stats.num_kept_groups == 1
 
 
 def test_passive_without_gradients_inside_a_backward_and_inside_a_forward(session: Session) -> None:
@@ -170,14 +156,6 @@ def test_weights_are_known_without_the_model() -> None:
         assert not may_move(stays)
     for moves in (data, data.t(), weight * 2, (weight * 2).half(), (weight * 2).t(), frozen.half()):
         assert may_move(moves)
-
-
-def test_wrappers_are_asked_for_what_they_hold() -> None:
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    first, second = torch.ones(2), torch.zeros(2)
-    assert [t is u for t, u in zip(with_storage([TwoTensor(first, second)]), (first, second), strict=True)] == [1, 1]
-    assert not list(with_storage([torch.ones(2).to_sparse()]))
 
 
 # -- graphs that are kept while steps go on ----------------------------------------------------------------------------
@@ -262,13 +240,11 @@ def test_steps_are_steps_while_a_graph_is_kept(job: Job, tmp_path: Path, caplog:
     kept = job.loss(100)
     with caplog.at_level(logging.WARNING):
         job.steps(2)  # the next forward finds that the first of these has begun behind the kept one
-        for _ in range(5):
+        for _ in range(3):
             job.steps(1)
-            assert not job.handle.engine.is_in_iteration
-            assert job.handle.stats.num_groups == num_groups
+            assert not job.handle.engine.is_in_iteration and job.handle.stats.num_groups == num_groups
     assert caplog.text.count("saved storages outlive the iteration, the first is") == 1
-    file = tmp_path / "step.json"
-    job.handle.record(file)
+    job.handle.record(tmp_path / "step.json")
     job.steps(2)
     del kept
     job.steps(1)
