@@ -138,18 +138,6 @@ def double_backward(region: Region) -> Results:
     return results(model, loss, penalty)
 
 
-def backward_inside_forward(region: Region) -> Results:
-    """Run an inner optimisation in the middle of a forward, as in meta-learning."""
-    model = make_model()
-    with region():
-        x = model[:3](batch())
-        inner = x.detach().requires_grad_()
-        (step,) = torch.autograd.grad(loss_of(lambda _: model[3:](inner)), inner)
-        loss = model[3:](x - step).square().mean()
-    loss.backward()
-    return results(model, loss)
-
-
 def forward_over_reverse(region: Region) -> Results:
     """Compute a Hessian by a vector: tangents pass through the hooks, some of them zeros without bytes."""
     model = make_model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
@@ -190,7 +178,6 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
     "two forwards in one region": partial(two_forwards, order=(1, 0), regions=1),
     "retain_graph": retained,
     "create_graph": double_backward,
-    "backward inside forward": backward_inside_forward,
     "forward over reverse": forward_over_reverse,
     "evaluation in between": evaluation_in_between,
 }

@@ -10,9 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -35,10 +33,8 @@ from offload_engine import (
 )
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.chrome_trace import read_records
-from offload_engine._observe.labels import Ranges
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import Awaited, StepRecord
-from offload_engine.frontends.integrations._training import TrainingOffload
 from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
@@ -122,29 +118,6 @@ def recording_engine(**settings: Any) -> OffloadEngine:
 def moves_of(engine: OffloadEngine) -> list[tuple[str, str]]:
     assert engine.last_record is not None
     return [(move.boundary, f"{move.op.value} {move.group} {move.nbytes}") for move in engine.last_record.moves]
-
-
-def test_moves_that_are_no_policys() -> None:
-    """What a turn-around recalls is not released; what no policy brought back comes in its backward, or before."""
-    engine = recording_engine()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        group, handles = save(chunk, torch.ones(64))
-        chunk.recall_groups()
-        chunk.on_group_commit_backward(group)
-        chunk.tensor_pop(handles.pop())
-    assert moves_of(engine) == [("F0.0:0", "OUT 0.0:0 256"), ("B0.0:turn", "IN 0.0:0 256")]
-    engine = recording_engine(policy=FixedBounds(horizon_bytes=0, max_inflight_bytes=0))
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        save(chunk, torch.ones(64))
-        group, handles = save(chunk, torch.ones(64))
-        chunk.on_group_commit_backward(group)
-        chunk.tensor_pop(handles.pop())
-        _, handles = save(chunk, torch.ones(32))
-        chunk.tensor_pop(handles.pop())  # its backward has not begun
-    moves = [f"{op} 0.0:2 128" for op in ("OUT", "DROP", "IN")]
-    assert [move for move in moves_of(engine) if " 0.0:2 " in move[1]] == [("F0.0:2", move) for move in moves]
 
 
 def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> None:
@@ -369,21 +342,6 @@ def test_every_front_end_records_and_reports(front_end: Callable[[], FrontEnd], 
     assert read_records(tmp_path / "step1.json") == [record] and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_trainer_may_be_asked_before_it_trains(tmp_path: Path) -> None:
-    offload, model = TrainingOffload(CONFIG, False, None), Stack()
-    assert offload.report() is None
-    offload.record(tmp_path / "step{step}.json")
-    offload.attach(model)
-    step(model, nullcontext())
-    offload.detach()
-    assert "step 0" in str(offload.report()), "of the training that is over"
-    offload.attach(model)
-    step(model, nullcontext())
-    assert "Saved tensors" not in str(offload.report()), "asked for once"
-    offload.detach()
-    assert [path.name for path in tmp_path.iterdir()] == ["step0.json"]
-
-
 # ---- ranges in profiles ----
 
 
@@ -396,14 +354,3 @@ def test_a_profile_shows_the_moves_and_the_wait_of_each_group(device: Adversaria
         chunk.tensor_pop(handles.pop())
     labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
     assert labels <= {event.key for event in profile.key_averages()}
-
-
-def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:
-    nvtx, group = mock.Mock(), SimpleNamespace(chunk=ChunkKey(1, 3), name="core_attn")
-    with mock.patch.object(torch.cuda, "nvtx", nvtx):
-        with Ranges().around(OUT, group):  # type: ignore[arg-type]
-            pass
-        assert not nvtx.mock_calls
-        with pytest.raises(ValueError), Ranges(is_nvtx_on=True).around("wait", group):  # type: ignore[arg-type]
-            raise ValueError
-    assert nvtx.mock_calls == [mock.call.range_push("Offload::wait (c1 m3 core_attn)"), mock.call.range_pop()]

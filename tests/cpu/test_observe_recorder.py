@@ -130,16 +130,6 @@ def test_a_group_lives_through_its_stages_at_the_times_of_the_device(step: Step)
     assert record.duration_ms == pytest.approx(17 + 2 * copy)
 
 
-def test_a_group_is_on_its_way_from_the_first_byte_on(step: Step) -> None:
-    """Not from the issue of its copy, which stands behind others."""
-    group = Group()
-    storage = step.save(group)
-    step.device.copy(step.streams[OUT], 10 * KIB)
-    step.copy(OUT, group, storage)
-    packed, leaving = step.recorder.finish().get().stages
-    assert packed.end_ms == leaving.begin_ms == pytest.approx(MS_OF_COPY)
-
-
 def test_it_keeps_no_tensor_and_no_storage_that_retired(step: Step) -> None:
     storage = step.save(Group())
     tensor, gone = weakref.ref(storage.tensor), weakref.ref(storage)

@@ -81,6 +81,16 @@ def save_group(
 
 
 PIPELINE = one_forward_one_backward(2, 0, 4)
+
+
+def learned() -> Bench:
+    """Return a bench whose next step like these two has a plan."""
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    return bench
+
+
 KEPT, DELAYED = GroupTraits(keep=True), GroupTraits(may_delay=True)
 JOBS = {
     "five names": dense_job(MOST),
@@ -138,32 +148,27 @@ def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_
 
 @pytest.mark.parametrize("names", ["a c a b", "a b a", "a b a b b", "a large a b"])
 def test_a_chunk_that_differs_goes_on_without_the_plan_and_is_counted(names: str) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+    bench = learned()
     bench.step(PIPELINE, names)
     assert (bench.engine.stats.num_unplanned_groups > 0) == (len(names.split()) >= 4)
     assert 0 < bench.engine.stats.copied_in_bytes <= bench.engine.stats.copied_out_bytes
 
 
-@pytest.mark.parametrize(("more_bytes", "num_unplanned"), [(GROUP_BYTES // 8, 0), (GROUP_BYTES // 8 + 1, 1)])
-def test_a_group_may_have_an_eighth_more_than_planned(more_bytes: int, num_unplanned: int) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+@pytest.mark.parametrize(
+    ("key", "nbytes", "num_unplanned"),
+    [
+        (PIPELINE[0].chunk, GROUP_BYTES + GROUP_BYTES // 8, 0),  # a group may have an eighth more than planned
+        (PIPELINE[0].chunk, GROUP_BYTES + GROUP_BYTES // 8 + 1, 1),
+        (ChunkKey(1, 0), GROUP_BYTES, 1),  # chunks that the schedule does not have
+        (ChunkKey(0, 99), GROUP_BYTES, 1),
+    ],
+)
+def test_a_group_or_a_chunk_that_the_plan_does_not_have(key: ChunkKey, nbytes: int, num_unplanned: int) -> None:
+    bench = learned()
     with bench.engine.iteration(PIPELINE):
-        save_group(bench.engine.start_chunk(PIPELINE[0].chunk), "a", 0, nbytes=GROUP_BYTES + more_bytes)
-    assert bench.engine.stats.num_unplanned_groups == num_unplanned
-
-
-@pytest.mark.parametrize("key", [ChunkKey(1, 0), ChunkKey(0, 99)], ids=["stage", "microbatch"])
-def test_a_chunk_that_the_schedule_does_not_have_goes_without_the_plan(key: ChunkKey) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
-    with bench.engine.iteration(PIPELINE):
-        handle = save_group(bench.engine.start_chunk(key), "a", 0)
-        assert (bench.engine.stats.num_unplanned_groups, bench.engine.stats.num_offloaded_groups) == (1, 1)
+        handle = save_group(bench.engine.start_chunk(key), "a", 0, nbytes=nbytes)
+        stats = bench.engine.stats
+        assert (stats.num_unplanned_groups, stats.num_offloaded_groups) == (num_unplanned, 1)
         del handle
 
 
@@ -172,9 +177,7 @@ def test_of_a_chunk_that_differs_one_group_comes_back_ahead_of_the_backward(
     are_released: bool, num_copied_in: int
 ) -> None:
     """It is copied in or recalled, and the groups behind it are left alone, as are those that have been read."""
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+    bench = learned()
     copied = bench.device.num_copies["in"]
     with bench.engine.iteration(PIPELINE):
         chunk, names = bench.engine.start_chunk(PIPELINE[0].chunk), "c b a b".split()
@@ -315,9 +318,7 @@ def test_a_recorded_step_makes_the_moves_of_its_plan_at_their_boundaries(actions
 @pytest.mark.parametrize("order", ["", "F0.0 F0.1", "F0.0 F0.1 F0.2 F0.3"])
 @pytest.mark.parametrize("saves", [False, True])
 def test_an_evaluation_in_between_changes_no_plan(order: str, saves: bool) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+    bench = learned()
     plan = bench.engine.plan
     assert plan is not None
     actions = parse_actions(order)

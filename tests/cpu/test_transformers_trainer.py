@@ -108,15 +108,13 @@ class Stop(TrainerCallback):
 
 
 def test_the_model_is_given_back_and_may_train_again_also_after_a_training_that_raised(tmp_path: Path) -> None:
-    model, callback = make_language_model("qwen2"), OffloadCallback(CONFIG)
-    before = hooks(model)
-    train(model, tmp_path, [callback])
-    assert hooks(model) == before
+    callback = OffloadCallback(CONFIG)
     with pytest.raises(ArithmeticError):
         train(make_language_model("qwen2"), tmp_path, [callback, Stop()])
-    assert_equal(
-        train(make_language_model("qwen2"), tmp_path, []), train(make_language_model("qwen2"), tmp_path, [callback])
-    )
+    model = make_language_model("qwen2")
+    before = hooks(model)
+    assert_equal(train(make_language_model("qwen2"), tmp_path, []), train(model, tmp_path, [callback]))
+    assert hooks(model) == before
 
 
 def hooks(model: torch.nn.Module) -> list[int]:

@@ -115,13 +115,6 @@ def test_a_decision_whose_steps_grow_and_grow_is_judged(is_at_floor: bool, num_s
     assert steps_until_one_judges(verifier, [-31, -15, -7, -3, -1]) == num_steps
 
 
-def test_the_growth_of_a_decision_says_nothing_of_the_next() -> None:
-    verifier, decider = verifier_of((BUDGET, 10.0), (BUDGET, 10.0))
-    assert not verifier.settles((), Excess(-9))
-    assert verifier.judge(Excess(1)) is decider.chosen
-    assert steps_until_one_judges(verifier, [0]) == 2
-
-
 def test_decisions_on_gpus_are_judged_by_a_step_that_later_ones_do_not_exceed() -> None:
     """One was judged by a step that held 1,130 MiB less than its budget, and the next held 661 MiB more than it."""
     counts = dict[tuple[str, int], int]()
