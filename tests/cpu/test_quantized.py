@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload_engine import (
@@ -19,9 +17,7 @@ from offload_engine import (
     OffloadConfig,
     OffloadEngine,
     ResidencyMeter,
-    enable_activation_offloading,
     group_commit,
-    manage_activations,
 )
 from tests.adversarial import AdversarialDevice
 from tests.lookups import import_or_skip
@@ -243,47 +239,26 @@ def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(make: Callable[
     engine.close()
 
 
-class Linear(nn.Module):
-    """Saves its quantized input whole, as a layer in FP8 does with the output of another."""
-
-    def __init__(self, call: Any, seen: list[Any]) -> None:
-        super().__init__()
-        self.call, self.seen = call, seen
-        self.weight = _quantized(torch.ones((1, 32), dtype=torch.uint8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.call(lambda a: _Multiply.apply(a, self.weight, self.seen), _Quantize.apply(x, _quantized))
-        return output / 100
-
-
-CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
-
-
-@pytest.mark.parametrize("front_end", ["any model", "layers", "checkpoints"])
-def test_front_ends_take_them_apart_too(front_end: str) -> None:
-    """A checkpoint's input may be one: quantized outside, as by the module in front."""
+def test_inputs_of_checkpoints_are_taken_apart_too() -> None:
+    """They are quantized outside, as by the module in front."""
     seen: list[Any] = []
-    checkpoints = CheckpointOffload(CONFIG)
-    calls = [operator.call, operator.call]
-    if front_end == "checkpoints":
-        calls = [partial(call, use_reentrant=False) for call in (torch_checkpoint, checkpoints.checkpoint)]
-    plain, model = (nn.Sequential(*(Linear(call, seen) for _ in range(6))) for call in calls)
-    source = torch.rand((2, 8, 32), generator=torch.Generator().manual_seed(1)).requires_grad_()
-    expected = torch.autograd.grad(plain(source).sum(), source)[0]
-    handle: Any = checkpoints
-    if front_end == "layers":
-        handle = enable_activation_offloading(model, layers=list(model), config=CONFIG)
-    elif front_end == "any model":
-        handle = manage_activations(model, group_bytes=1024, config=CONFIG)
-    with handle if front_end == "any model" else nullcontext():
-        output = model(source)
-    assert torch.equal(torch.autograd.grad(output.sum(), source)[0], expected)
+    checkpoints = CheckpointOffload(OffloadConfig(min_tensor_bytes=0, directory="none"))
+    weights = [_quantized(torch.ones((1, 32), dtype=torch.uint8)) for _ in range(6)]
+
+    def gradient(call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        output = source = torch.rand((2, 8, 32), generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for weight in weights:
+            quantized = _Quantize.apply(output, _quantized)
+            output = call(lambda a, weight=weight: _Multiply.apply(a, weight, seen), quantized) / 100
+        return torch.autograd.grad(output.sum(), source)[0]
+
+    expected = gradient(partial(torch_checkpoint, use_reentrant=False))
+    assert torch.equal(gradient(checkpoints.checkpoint), expected)
     half = len(seen) // 2
     for before, after in zip(seen[2:half:3], seen[half + 2 :: 3], strict=True):
         assert all(map(torch.equal, before, after)) and len(before) == len(after)
-    weights = [layer.weight for layer in reversed(model)]
-    assert all(map(operator.is_, seen[half + 1 :: 3], weights)), "the same objects"
+    assert all(map(operator.is_, seen[half + 1 :: 3], reversed(weights))), "the same objects"
     own_bytes = sum(part.nbytes for part in seen[2])
-    assert handle.stats.copied_out_bytes >= 2 * own_bytes, "those of some layers stay: their backward is next"
-    assert handle.stats.num_storages_left == 0
-    handle.engine.close()
+    assert checkpoints.stats.copied_out_bytes >= 2 * own_bytes, "those of some layers stay: their backward is next"
+    assert checkpoints.stats.num_storages_left == 0
+    checkpoints.engine.close()
