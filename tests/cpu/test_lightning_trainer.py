@@ -156,10 +156,3 @@ def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Pat
         torch.nn.init.zeros_(weight)
     last.trainer = mock.Mock(global_step=0)
     assert last.training_step(torch.ones(BATCH, WIDTH), 0).item() == 0
-
-
-def test_a_training_that_raises_gives_the_model_back(tmp_path: Path) -> None:
-    callback = OffloadCallback(CONFIG)
-    with pytest.raises(ArithmeticError):
-        fit(tmp_path, [callback], make_module(PACKAGES[0], fail_at=1))
-    assert_equal(fit(tmp_path, []), fit(tmp_path, [callback]))

@@ -22,7 +22,6 @@ from megatron_patches._model.modules import (
     canonical_names,
 )
 from megatron_patches._model.sites import BLOCKS, calls_no_parts, find_sites, survey  # noqa: E402  # noqa: E402
-from megatron_patches._model.unshared import unshared_modules  # noqa: E402
 from megatron_patches._model.validate import (  # noqa: E402
     _missing_message,
     check_conflicts,
@@ -97,63 +96,6 @@ def test_sites_come_in_the_order_of_execution() -> None:
     assert [site.path for site in found if site.is_before_experts] == [site.path for site in found[3:5]]
 
 
-LINEARS = {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}
-SPARSE = (*ATTENTION, "pre_mlp_layernorm", "mlp.router", *LINEARS, "mlp.shared_experts.linear_fc1")
-QKV, KERNEL, PROJ = ATTENTION[1:]
-NORMS = ("input_layernorm", "pre_mlp_layernorm")
-
-
-@pytest.mark.parametrize(
-    ("names", "unshared"),
-    [
-        ("qkv_linear attn_norm", {KERNEL, PROJ, "pre_mlp_layernorm", "mlp"}),
-        ("layer_input", {KERNEL, PROJ, "pre_mlp_layernorm", "mlp"}),
-        ("mlp_norm", {"input_layernorm", "self_attention", *LINEARS}),
-        ("core_attn", {*NORMS, QKV, "mlp"}),
-        ("attn_proj moe_act", {*NORMS, QKV, "mlp.router", *LINEARS}),
-        ("router_fc1", {*NORMS, "self_attention", "mlp.router", "mlp.experts.linear_fc2"}),
-        ("dispatched_tokens attn_proj", {"input_layernorm", QKV, "mlp.experts.linear_fc2"}),
-        ("shared_fc1 self_attn", LINEARS),
-        ("experts", {*NORMS, "self_attention", "mlp.router"}),
-        ("mlp_act", {*NORMS, "self_attention", "mlp"}),
-    ],
-)
-def test_submodules_that_share_nothing_with_the_names(names: str, unshared: set[str]) -> None:
-    assert _unshared(_Layer(*SPARSE), names.split()) == unshared
-
-
-@pytest.mark.parametrize(
-    ("setting", "names", "differing"),
-    [
-        ("use_transformer_engine_op_fuser", "mlp_norm", LINEARS),  # the fused operations of experts call no linears
-        ("fused_residual_rmsnorm", "router_fc1", set(NORMS)),  # such a norm runs its hooks twice
-    ],
-)
-def test_settings_under_which_hooks_do_not_run_once(setting: str, names: str, differing: set[str]) -> None:
-    called = _unshared(_Layer(*SPARSE), [names])
-    assert differing <= called and _unshared(_Layer(*SPARSE), [names], {setting: True}) == called - differing
-
-
-def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
-    layer = _Layer(*SPARSE, identities=("cross_attention",))
-    called, in_a_plan = _unshared(layer, ["qkv_linear"]), _unshared(layer, ["qkv_linear"], PLAN)
-    assert (called - in_a_plan, in_a_plan - called) == ({"mlp"}, {"mlp.router", "mlp.experts"})
-    assert _unshared(layer, ["router_fc1"], PLAN) == _unshared(layer, ["router_fc1"])
-    assert "mlp" in _unshared(_Layer(*DENSE), ["qkv_linear"], PLAN)
-
-
-PLAN = {"overlap_moe_expert_parallel_comm": True}
-
-
-def _unshared(layer: _Layer, names: list[str], settings: dict[str, bool] | None = None) -> set[str]:
-    chunk: Any = _Holder(layer)
-    chunk.config = SimpleNamespace(**{"overlap_moe_expert_parallel_comm": False, **(settings or {})})
-    paths = {module: path for path, module in layer.named_modules()}
-    found = [paths[module] for module in unshared_modules(chunk, names)]
-    assert len(found) == len(set(found))
-    return set(found)
-
-
 def test_an_identity_is_no_site_and_is_said_to_be_fused() -> None:
     fused = _Layer("self_attention.linear_qkv", "mlp.linear_fc1", identities=("input_layernorm", "pre_mlp_layernorm"))
     found = survey([_Holder(fused)])
@@ -179,7 +121,7 @@ class _Holder(torch.nn.Module):
 # ---- what is refused ----
 
 
-OWN_NORMS = frozenset(BLOCKS.values())
+NORMS = frozenset(BLOCKS.values())
 """Of a model that has each as a module of its own."""
 
 
@@ -230,26 +172,26 @@ def test_recomputed_modules_are_refused_with_the_name_of_what_can_be_moved(
 ) -> None:
     chosen = recomputing(module)
     with pytest.raises(ValueError, match=f"'{name}'.*'{module}'.* Offload '{instead}', or omit one of the two"):
-        check_conflicts(chosen, ["attn_proj", name], OWN_NORMS)
-    check_conflicts(chosen, [instead], OWN_NORMS)
+        check_conflicts(chosen, ["attn_proj", name], NORMS)
+    check_conflicts(chosen, [instead], NORMS)
 
 
 @pytest.mark.parametrize(
     ("chosen", "names", "norms"),
     [
-        (config(), [row.name for row in MODULES], OWN_NORMS),
-        (recomputing("layernorm"), ["qkv_linear"], OWN_NORMS - {"input_layernorm"}),  # inside the linear layer
+        (config(), [row.name for row in MODULES], NORMS),
+        (recomputing("layernorm"), ["qkv_linear"], NORMS - {"input_layernorm"}),  # inside the linear layer
         *(
-            (recomputing("gdn_norm_out", linear_attention_freq=freq), ["attn_proj"], OWN_NORMS)
+            (recomputing("gdn_norm_out", linear_attention_freq=freq), ["attn_proj"], NORMS)
             for freq in (8, [1] * 7 + [0], None)
         ),
-        (config(fused_residual_rmsnorm=True), ["qkv_linear", "qk_norm", "mtp_norm"], OWN_NORMS),
-        (config(moe_shared_expert_overlap=True), ["shared_fc1", "shared_fc2"], OWN_NORMS),
-        (config(moe_shared_expert_overlap=False), ["shared_experts"], OWN_NORMS),
-        (UNIFORM, ["layer_input"], OWN_NORMS),
-        (block(1), ["core_attn"], OWN_NORMS),  # layers behind the block still save
-        (block(2, num_layers_in_first_pipeline_stage=5), ["core_attn"], OWN_NORMS),
-        (block(2, pipeline_model_parallel_layout="Ettttt|tttL"), ["core_attn"], OWN_NORMS),
+        (config(fused_residual_rmsnorm=True), ["qkv_linear", "qk_norm", "mtp_norm"], NORMS),
+        (config(moe_shared_expert_overlap=True), ["shared_fc1", "shared_fc2"], NORMS),
+        (config(moe_shared_expert_overlap=False), ["shared_experts"], NORMS),
+        (UNIFORM, ["layer_input"], NORMS),
+        (block(1), ["core_attn"], NORMS),  # layers behind the block still save
+        (block(2, num_layers_in_first_pipeline_stage=5), ["core_attn"], NORMS),
+        (block(2, pipeline_model_parallel_layout="Ettttt|tttL"), ["core_attn"], NORMS),
     ],
 )
 def test_names_that_still_save_tensors_are_accepted(
@@ -272,7 +214,7 @@ def test_names_that_still_save_tensors_are_accepted(
 )
 def test_names_that_save_nothing_are_refused(chosen: SimpleNamespace, names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_conflicts(chosen, names, OWN_NORMS)
+        check_conflicts(chosen, names, NORMS)
 
 
 def test_weights_and_inputs_that_are_cut_are_refused() -> None:
