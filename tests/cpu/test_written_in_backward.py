@@ -92,22 +92,6 @@ class Reads(torch.autograd.Function):
         return grad, None
 
 
-class Discards(torch.autograd.Function):
-    """Its backward discards the bytes of what it has saved, as those of TransformerEngine do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x.detach())
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        [saved] = ctx.saved_tensors
-        grad = grad * saved
-        saved.data = torch.empty(0)
-        return grad
-
-
 VIEWS: dict[str, View] = {
     "whole": lambda x: x,
     "part": lambda x: x[2:5],
@@ -189,15 +173,6 @@ def test_who_reads_it(engine: OffloadEngine, where: str, case: str, view: str) -
 @pytest.mark.parametrize("written", VIEWS)
 def test_another_node_reads_it_later(engine: OffloadEngine, where: str, written: str, read: str) -> None:
     assert check_as_plain(lambda x: (reads(x, read), scratch(x, written)), engine, where) == ["", "modified"]
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_another_node_reads_what_one_has_discarded(engine: OffloadEngine, where: str, view: str) -> None:
-    def make(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        discarded = Discards.apply(x)
-        return Discards.apply(x), reads(x, view), discarded
-
-    assert check_as_plain(make, engine, where) == ["", "", ""]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
