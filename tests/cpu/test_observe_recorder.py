@@ -181,31 +181,6 @@ def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: typ
     assert names == ["parts.0", "parts.1", "parts.0", "Saving" if error is ValueError else "parts.0", ""]
 
 
-class Counting(ClockDevice):
-    """Counts the calls that may block the host."""
-
-    num_blocking = 0
-
-    def synchronize(self, event: Any) -> None:
-        self.num_blocking += 1
-        super().synchronize(event)
-
-    def milliseconds_between(self, first: Any, last: Any) -> float:
-        self.num_blocking += 1
-        return super().milliseconds_between(first, last)
-
-
-def test_a_record_is_made_once_and_gives_its_marks_back() -> None:
-    device: Any = Counting()
-    recorder = Recorder(device, compares_clocks=True)
-    pending, gone = recorder.finish(), weakref.ref(recorder)
-    assert device.num_blocking == 0, "neither its begin nor its end waits for the device"
-    del recorder
-    found, num_blocking = pending.get(), device.num_blocking
-    assert gone() is None, "it holds the notes, and they the marks"
-    assert num_blocking > 0 and pending.get() is found and device.num_blocking == num_blocking
-
-
 # ---- the observer: which steps are recorded, and where their records go ----
 
 

@@ -336,15 +336,6 @@ def test_a_plan_that_no_step_can_follow(text: str, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_a_plan_names_a_boundary_once_and_only_with_moves() -> None:
-    line = Line(Boundary(COMMIT, ChunkKey(0, 0), 0), (PlannedMove(OUT, GroupKey(ChunkKey(0, 0), 0)),))
-    with pytest.raises(ValueError, match="each boundary once"):
-        Plan((line, line))
-    with pytest.raises(ValueError, match="only those that have moves"):
-        Plan((line._replace(moves=()),))
-    assert make_plan([line, line._replace(boundary=Boundary(ITERATION_END), moves=())]) == Plan((line,))
-
-
 def test_differences_name_moves_and_both_places() -> None:
     a = parse_plan("F0.0:0 OUT 0.0:0\nF0.0:1 OUT 0.0:1\nB0.0:1 IN 0.0:1\nB0.0:0 IN 0.0:0")
     b = parse_plan("F0.0:launch2 OUT 0.0:0 0.0:1\nB0.0:1 IN 0.0:1 0.0:0\nB0.0:0 DROP 0.0:0")

@@ -148,14 +148,6 @@ def in_front(*flags: str) -> Settings:
     return launcher._settings(add_offload_arguments(argparse.ArgumentParser()).parse_args(flags))
 
 
-def test_layers_in_front_of_the_script_beside_full_recomputation() -> None:
-    config = TransformerConfig(
-        **SHAPE, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    )
-    with pytest.raises(ValueError, match="offload_num_layers=1 selects layers"):
-        resolve(config, in_front("--offload-activation", "--offload-num-layers", "1"))
-
-
 @pytest.mark.parametrize(
     "field",
     [{"offload_resident_bytes": 1 << 30}, {"offload_fraction": 0.5}, {"offload_modules": ["moe_act"]}],
