@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload_engine import (
     CheckpointOffload,
+    ChunkOffloadHandler,
     OffloadConfig,
     OffloadEngine,
-    ResidencyMeter,
-    group_commit,
 )
 from tests.adversarial import AdversarialDevice
+from tests.engine_state import release_all
 from tests.lookups import import_or_skip
 
 SHAPE = (16, 32)
@@ -135,75 +132,45 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
     return [part for part in parts if part is not None]
 
 
-class _Quantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return make((source * 100).to(torch.uint8))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    yield engine
+    engine.close()
+    assert not engine.device.hazards  # type: ignore[attr-defined]
 
 
-class _Multiply(torch.autograd.Function):
-    """Saves two quantized tensors whole, and notes what comes back, part by part."""
-
-    @staticmethod
-    def forward(ctx: Any, activation: Any, weight: Any, seen: list[Any]) -> torch.Tensor:
-        ctx.save_for_backward(activation, weight)
-        ctx.seen = seen
-        return _parts(activation)[0].float().clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        activation, weight = ctx.saved_tensors
-        parts = _parts(activation)
-        ctx.seen += [type(activation), weight, [part.clone() for part in parts]]
-        return grads[0] * parts[0].float() * _parts(weight)[0].float(), None, None
-
-
-def _run(engine: OffloadEngine, source: torch.Tensor, weight: torch.Tensor, make: Any) -> list[Any]:
-    """Return the gradient of `source`, twice through one retained graph; what backward saw goes in front of it."""
-    seen: list[Any] = []
-    chunk = engine.start_chunk()
-    activation = _Quantize.apply(source, make)
+def _save(chunk: ChunkOffloadHandler, tensor: torch.Tensor) -> Any:
     chunk.open_group("linear")
-    with chunk.saved_tensors_hooks():
-        output = _Multiply.apply(activation, weight, seen)
-    output = group_commit(output, chunk)
-    del activation
-    chunk.open_group("next")
-    with chunk.saved_tensors_hooks():
-        output = output.sin()
-    output = group_commit(output, chunk)  # releases what came before
-    for _ in range(2):
-        seen += torch.autograd.grad(output.sum(), source, retain_graph=True)
-    return seen
+    packed = chunk.hooks.pack(tensor)
+    chunk.close_group()
+    return packed
 
 
 @CLASSES
-@pytest.mark.parametrize("shape", [SHAPE, (2, 8, 32)])
-def test_data_and_scales_move_but_for_matrices_which_may_be_weights(make: Any, shape: tuple[int, ...]) -> None:
-    source = torch.rand(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    weight = make(torch.randint(0, 100, SHAPE if len(shape) == 2 else (8, 32), dtype=torch.uint8))
-    engines = [
-        OffloadEngine(OffloadConfig(min_tensor_bytes=0, dry_run=dry), AdversarialDevice(), ResidencyMeter())
-        for dry in (True, False)
-    ]
-    results = []
-    for engine in engines:
-        with engine.iteration():
-            results.append(_run(engine, source, weight, make))
-        engine.close()
-    plain, moved = results
-    for kind, same, parts, grad in (moved[0:4], moved[4:8]):
-        assert kind is type(weight) and same is weight
-        assert all(map(torch.equal, parts, plain[2])) and len(parts) == len(plain[2]) > 0
-        assert torch.equal(grad, plain[3])
-    parts_bytes = sum(part.nbytes for part in plain[2]) if len(shape) > 2 else 0
-    stats = engines[1].stats
-    output_bytes = 4 * source.numel()  # the next group's
-    assert stats.copied_out_bytes == parts_bytes + output_bytes and stats.num_storages_left == 0
+def test_data_and_scales_move_and_the_same_class_comes_back(make: Any, engine: OffloadEngine) -> None:
+    tensor = make(torch.randint(0, 100, (2, 8, 32), dtype=torch.uint8))
+    kind, parts = type(tensor), [part.clone() for part in _parts(tensor)]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        packed = _save(chunk, tensor)
+        del tensor
+        release_all(engine)
+        for _ in range(2):  # as a retained graph
+            found = chunk.hooks.unpack(packed)
+            assert type(found) is kind and all(map(torch.equal, _parts(found), parts)) and parts
+        del packed, found
+    assert engine.stats.copied_out_bytes == sum(part.nbytes for part in parts)
+    assert engine.stats.num_storages_left == 0
+
+
+@CLASSES
+def test_matrices_stay_which_may_be_weights(make: Any, engine: OffloadEngine) -> None:
+    weight = make(torch.randint(0, 100, SHAPE, dtype=torch.uint8))
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        assert chunk.hooks.unpack(_save(chunk, weight)) is weight
+    assert engine.stats.copied_out_bytes == 0
 
 
 class NVFP4Tensor(Quantized):
@@ -228,37 +195,32 @@ def _of_experts() -> torch.Tensor:
         (_of_experts, "GroupedTensor"),
     ],
 )
-def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(make: Callable[[], torch.Tensor], name: str) -> None:
-    tensor, engine = make(), OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(
+    make: Callable[[], torch.Tensor], name: str, engine: OffloadEngine
+) -> None:
+    tensor = make()
     with pytest.warns(UserWarning, match=f"class {name} stay on the device: what they hold is"), engine.iteration():
         chunk = engine.start_chunk()
-        chunk.open_group("linear")
-        assert chunk.hooks.unpack(chunk.hooks.pack(tensor)) is tensor
-        chunk.close_group()
+        assert chunk.hooks.unpack(_save(chunk, tensor)) is tensor
     assert engine.stats.copied_out_bytes == 0
-    engine.close()
 
 
 def test_inputs_of_checkpoints_are_taken_apart_too() -> None:
     """They are quantized outside, as by the module in front."""
-    seen: list[Any] = []
+    seen: list[torch.Tensor] = []
+
+    def multiply(x: torch.Tensor, quantized: Any) -> torch.Tensor:
+        seen.append(_parts(quantized)[0].clone())
+        return x * seen[-1].float()
+
     checkpoints = CheckpointOffload(OffloadConfig(min_tensor_bytes=0, directory="none"))
-    weights = [_quantized(torch.ones((1, 32), dtype=torch.uint8)) for _ in range(6)]
-
-    def gradient(call: Callable[..., torch.Tensor]) -> torch.Tensor:
-        output = source = torch.rand((2, 8, 32), generator=torch.Generator().manual_seed(1)).requires_grad_()
-        for weight in weights:
-            quantized = _Quantize.apply(output, _quantized)
-            output = call(lambda a, weight=weight: _Multiply.apply(a, weight, seen), quantized) / 100
-        return torch.autograd.grad(output.sum(), source)[0]
-
-    expected = gradient(partial(torch_checkpoint, use_reentrant=False))
-    assert torch.equal(gradient(checkpoints.checkpoint), expected)
-    half = len(seen) // 2
-    for before, after in zip(seen[2:half:3], seen[half + 2 :: 3], strict=True):
-        assert all(map(torch.equal, before, after)) and len(before) == len(after)
-    assert all(map(operator.is_, seen[half + 1 :: 3], reversed(weights))), "the same objects"
-    own_bytes = sum(part.nbytes for part in seen[2])
-    assert checkpoints.stats.copied_out_bytes >= 2 * own_bytes, "those of some layers stay: their backward is next"
+    output = source = torch.ones(2, 8, 32, requires_grad=True)
+    for number in range(4):
+        output = checkpoints.checkpoint(multiply, output, _quantized(torch.full((2, 8, 32), number, dtype=torch.uint8)))
+    output.sum().backward()
+    forward, backward = seen[:4], seen[4:]
+    assert all(map(torch.equal, reversed(backward), forward)) and len(backward) == 4 and source.grad is not None
+    own_bytes = sum(part.nbytes for part in _parts(_quantized(forward[0])))
+    assert checkpoints.stats.copied_out_bytes >= 2 * (own_bytes + source.nbytes), "those of some layers stay"
     assert checkpoints.stats.num_storages_left == 0
     checkpoints.engine.close()
