@@ -372,7 +372,7 @@ def test_a_model_compiled_as_a_whole_is_refused(how: str) -> None:
     handle = enable_activation_offloading(model, "none", config=ALL)
     if how == "Module.compile":
         model.compile(backend="aot_eager")
-    compiled = model if how == "Module.compile" else torch.compile(model, backend="aot_eager")
+    compiled: Any = model if how == "Module.compile" else torch.compile(model, backend="aot_eager")
     with pytest.raises(OffloadError, match="the Net that runs the offloaded layers is compiled as a whole"):
         compiled(data())
     with torch.no_grad():

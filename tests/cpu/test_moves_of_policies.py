@@ -221,7 +221,7 @@ def do(bench: Bench, chunk: ChunkOffloadHandler, what: str) -> ChunkOffloadHandl
     return chunk
 
 
-AMPLE = {"max_inflight_bytes": 1 << 20}
+AMPLE: dict[str, Any] = {"max_inflight_bytes": 1 << 20}
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,9 @@ def test_every_node_starts_its_ranks(tmp_path: Path) -> None:
         assert (args.nnodes, args.nproc_per_node) == ("3", "4")
         assert (args.master_addr, args.master_port) == ("gpu-a", 29500)
         assert args.module and args.training_script == "megatron_patches"
-        own, script = split_flags(args.training_script_args)
-        assert script[0] == "pretrain_gpt.py" and script[-4:-2] == ["--train-iters", "7"]
-        offload, _ = add_offload_arguments(argparse.ArgumentParser()).parse_known_args([*own, *script[1:]])
+        own, rest = split_flags(args.training_script_args)
+        assert rest[0] == "pretrain_gpt.py" and rest[-4:-2] == ["--train-iters", "7"]
+        offload, _ = add_offload_arguments(argparse.ArgumentParser()).parse_known_args([*own, *rest[1:]])
         assert offload.offload_gpu_budget == "90%" and thresholds_of(offload).of_all == 1_500_000
         assert offload.offload_host_limit_bytes is None, "the engine shares the node's memory by itself"
 
