@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of module names: what is understood, where it is found, and what is said where it is not."""
+"""The table of module names: where each is found, what is said where it is not, and which models are refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When groups leave, are released and return, under the policies that follow no plan.
 
-Which copies are made at which boundary is compared with the planner's by test_plan_and_policy.py. Here is what no plan
+Which copies are made at which boundary is compared with the planner's by test_planner.py. Here is what no plan
 has: releases, by the count of resident bytes; copy-outs that are delayed until the host has launched the kernels that
 the device waits for; what is recalled; and budgets of resident bytes.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal shares of a node's memory, whoever starts first: in made-up `/proc` folders, and of real processes."""
+"""A process's share of its node's memory, whoever starts first, and pinned slabs without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that follows a plan: the moves of the reactive ones without a budget, fewer waits with one."""
+"""The policy that follows a plan: the moves of the reactive ones without a budget, fewer waits with one; and shares."""
 
 from __future__ import annotations
 

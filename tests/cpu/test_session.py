@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Session` and `AutomaticGroups`: when iterations begin and end, and which group moves when.
+"""`Session`, its iterations and groups, and `manage_activations`: to the last bit as without it.
 
 Also where a graph is kept while steps go on, and where a forward is inside another one.
 """

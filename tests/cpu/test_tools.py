@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds of several programs in `tools` and `benchmarks`, and of the commands that documents name."""
+"""Programs in `tools`, `benchmarks` and `examples`, and commands whose reader leaves early."""
 
 from __future__ import annotations
 
