@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recorded step of the real engine: its record is what the counters say, on any device, and costs no result.
 
-Each reason why a saved tensor moved or stayed is in it, every front-end records, and profiles show the moves.
+Each reason why a saved tensor moved or stayed is in it, and profiles show the moves.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from offload_engine import (
-    CheckpointOffload,
     ChunkKey,
     ChunkOffloadHandler,
     FixedBounds,
@@ -25,11 +23,7 @@ from offload_engine import (
     OffloadConfig,
     OffloadEngine,
     ResidentBudget,
-    checkpoint,
-    enable_activation_offloading,
     group_commit,
-    manage_activations,
-    offload_wrapper,
 )
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.chrome_trace import read_records
@@ -39,11 +33,8 @@ from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
-    Stack,
     first_recomputation,  # noqa: F401 (a fixture)
-    make_stack,
 )
-from tests.decoders import HIDDEN
 
 AT_ONCE = FixedBounds(max_inflight_bytes=0)
 LATE = FixedBounds(max_inflight_bytes=1 << 30)
@@ -289,57 +280,6 @@ def test_a_closed_engine_takes_its_hooks_off() -> None:
     assert len(hooks) == num_before + 1
     engine.close()
     assert len(hooks) == num_before
-
-
-# ---- front-ends ----
-
-CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
-FrontEnd = tuple[nn.Module, Any, AbstractContextManager[Any]]
-"""A model, its handle, and what its forward runs in."""
-
-
-def by_layers() -> FrontEnd:
-    model = Stack()
-    return model, enable_activation_offloading(model, "none", config=CONFIG), nullcontext()
-
-
-def by_bytes() -> FrontEnd:
-    model = Stack()
-    handle = manage_activations(model, CONFIG, group_bytes=1)
-    return model, handle, handle
-
-
-def by_checkpoints() -> FrontEnd:
-    handle = CheckpointOffload(CONFIG)
-    return Stack(call=checkpoint), handle, handle
-
-
-def by_wrapper() -> FrontEnd:
-    model: Any = offload_wrapper(make_stack(), config=CONFIG)
-    return model, model.activation_offload, nullcontext()
-
-
-def step(model: nn.Module, around: AbstractContextManager[Any]) -> list[torch.Tensor]:
-    """Loss and gradients, with the same dropout every time."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    with around:
-        loss = model(torch.linspace(-1, 1, 8 * HIDDEN).view(8, HIDDEN))
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-@pytest.mark.parametrize("front_end", [by_layers, by_bytes, by_checkpoints, by_wrapper])
-def test_every_front_end_records_and_reports(front_end: Callable[[], FrontEnd], tmp_path: Path) -> None:
-    model, handle, around = front_end()
-    expected = step(model, around)
-    assert "groups offloaded" in handle.report() and "Saved tensors" not in handle.report()
-    handle.record(tmp_path / "step{step}.json")
-    assert all(map(torch.equal, step(model, around), expected))
-    record = handle.engine.last_record
-    assert record is not None and record.groups and "Saved tensors by module, step 1" in handle.report()
-    handle.engine.close()
-    assert read_records(tmp_path / "step1.json") == [record] and len(list(tmp_path.iterdir())) == 1
 
 
 # ---- ranges in profiles ----

@@ -39,6 +39,7 @@ from offload_engine.frontends._common.groups import AutomaticGroups
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import may_move
 from tests.adversarial import AdversarialDevice
+from tests.lookups import present
 
 WIDTH, ROWS, DEPTH = 16, 8, 6
 TENSOR_BYTES = WIDTH * ROWS * 4
@@ -129,6 +130,18 @@ def test_passive_without_gradients_inside_a_backward_and_inside_a_forward(sessio
         y.register_hook(lambda grad: session.note_backward())
         y.sum().backward()
         assert session.engine.is_in_iteration, "a backward inside a forward does not end it"
+
+
+def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    kept = forward()
+    with pytest.raises(ArithmeticError), session.forward() as chunk:
+        assert chunk is not None
+        for name in ("outer", "inner"):
+            chunk.open_group(name)
+        raise ArithmeticError("not today")
+    assert session.chunk is None and present(chunk).groups.innermost is None
+    kept.backward()
+    assert not session.engine.is_in_iteration
 
 
 def test_after_a_failed_copy_the_next_forward_starts_anew(
@@ -257,7 +270,7 @@ def test_steps_are_steps_while_a_graph_is_kept(job: Job, tmp_path: Path, caplog:
     job.steps(2)
     del kept
     job.steps(1)
-    assert job.handle.stats.num_storages_left == 0 and job.handle.engine.last_record is not None
+    assert job.handle.stats.num_storages_left == 0 and "Saved tensors by module" in job.handle.report()
 
 
 def test_a_budget_leaves_the_floor() -> None:
