@@ -24,6 +24,7 @@ from offload_engine import (
     GroupWindow,
     LayerOffload,
     OffloadConfig,
+    OffloadEngine,
     OffloadError,
     ResidencyMeter,
     enable_activation_offloading,
@@ -462,6 +463,11 @@ A_POLICY: Any = GroupWindow(3)
     ("call", "message"),
     [
         (lambda net: enable_activation_offloading(net, "FSDP"), "unknown strategy 'FSDP'; expected one of 'fsdp', "),
+        (lambda net: enable_activation_offloading(net, "fsdp2"), "sharded with fully_shard, but this Net is not dis"),
+        (lambda net: enable_activation_offloading(net, "ddp"), "wrapped in DistributedDataParallel"),
+        (lambda net: enable_activation_offloading(net, layers=[]), "names no layer"),
+        (lambda net: manage_activations(config=ALL, engine=OffloadEngine(ALL)), "a config or an engine"),
+        (lambda net: manage_activations(group_bytes=0, config=ALL), "group_bytes must be positive, got 0"),
         (lambda net: enable_activation_offloading(net, "fsdp"), "not distributed: pass strategy='none'"),
         (
             lambda net: enable_activation_offloading(net, layers=[net.layers[0], nn.Linear(2, 2)]),

@@ -35,7 +35,7 @@ class Layer(nn.Module):
         return y
 
 
-def make_module(package: str, calls_itself: bool = False) -> Any:
+def make_module(package: str, calls_itself: bool = False, fail_at: int | None = None) -> Any:
     """Make a LightningModule whose `training_step` calls its own `forward`, or, as most do, the modules inside it."""
     base: Any = importlib.import_module(package).LightningModule
 
@@ -52,6 +52,8 @@ def make_module(package: str, calls_itself: bool = False) -> Any:
             return y
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if self.global_step == fail_at:
+                raise ArithmeticError("told to fail")
             loss = (self if calls_itself else self.model)(batch).square().mean()
             self.losses.append(loss.item())
             return loss
@@ -92,9 +94,11 @@ def fit(
         logger=logger,
         default_root_dir=folder,
     )
-    trainer.fit(module, batches(), batches())
-    assert vars(module).get("training_step") is own
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+    try:
+        trainer.fit(module, batches(), batches())
+    finally:
+        assert vars(module).get("training_step") is own
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
     return [torch.tensor(module.losses), *(p.detach().clone() for p in module.parameters())]
 
 
@@ -152,3 +156,10 @@ def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Pat
         torch.nn.init.zeros_(weight)
     last.trainer = mock.Mock(global_step=0)
     assert last.training_step(torch.ones(BATCH, WIDTH), 0).item() == 0
+
+
+def test_a_training_that_raises_gives_the_model_back(tmp_path: Path) -> None:
+    callback = OffloadCallback(CONFIG)
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, [callback], make_module(PACKAGES[0], fail_at=1))
+    assert_equal(fit(tmp_path, []), fit(tmp_path, [callback]))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from offload_engine import (
 )
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.chrome_trace import read_records
+from offload_engine._observe.labels import Ranges
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import Awaited, StepRecord
 from offload_engine.planning.moves import DROP, IN, OUT
@@ -294,3 +297,14 @@ def test_a_profile_shows_the_moves_and_the_wait_of_each_group(device: Adversaria
         chunk.tensor_pop(handles.pop())
     labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
     assert labels <= {event.key for event in profile.key_averages()}
+
+
+def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:
+    nvtx, group = mock.Mock(), SimpleNamespace(chunk=ChunkKey(1, 3), name="core_attn")
+    with mock.patch.object(torch.cuda, "nvtx", nvtx):
+        with Ranges().around(OUT, group):  # type: ignore[arg-type]
+            pass
+        assert not nvtx.mock_calls
+        with pytest.raises(ValueError), Ranges(is_nvtx_on=True).around("wait", group):  # type: ignore[arg-type]
+            raise ValueError
+    assert nvtx.mock_calls == [mock.call.range_push("Offload::wait (c1 m3 core_attn)"), mock.call.range_pop()]

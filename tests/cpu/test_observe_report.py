@@ -110,6 +110,9 @@ def test_the_command_gathers_files(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert main(arguments) == 0
         assert capsys.readouterr().out == expected
+    both = tmp_path / "both.json"
+    assert main([*files, "--merge", str(both)]) == 0 and len(read_records(both)) == 2
+    capsys.readouterr()
     for wrong, message in (
         (["--rank", "7"], "no step of rank 7: the files have ranks 0, 1"),
         (["--why", "("], "--why (: not a regular expression: missing ), unterminated"),

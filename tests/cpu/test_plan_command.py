@@ -63,6 +63,7 @@ def test_a_file_that_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         ("qwen2 --seq-length=0", "argument --seq-length: '0' is not a number"),
+        ("qwen2 --optimizer-bytes=-8", "argument --optimizer-bytes: '-8' is not a number"),
         ("qwen2 --nodes=two", "argument --nodes: 'two' is not a number"),
         ("qwen2 --plan-plot=nowhere/plan.png", "'nowhere/plan.png' cannot be written: No such file or directory"),
         ("qwen2 --plan-plot=plan.doc", "argument --plan-plot: 'plan.doc' ends in none of eps"),

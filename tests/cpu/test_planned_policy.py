@@ -446,6 +446,7 @@ def test_a_group_may_have_a_threshold_of_its_own() -> None:
     ("settings", "message"),
     [
         ({"fraction": 1.5}, "fraction must be from 0 to 1, got 1.5"),
+        ({"kept_bytes": -1}, "kept_bytes must not be negative"),
         ({"fraction": "half"}, "fraction must be a number"),
         ({"fraction": 0.5, "policy": ResidentBudget(1)}, "fraction=0.5 and policy=.* both decide what stays"),
         ({"kept_bytes": 7, "policy": Planned()}, "kept_bytes=7 and policy=.* both decide what stays"),

@@ -298,6 +298,7 @@ def test_parse_is_the_inverse_of_format(plan: Plan) -> None:
         ("F0.0:0 OUT 0.0:0\nF0.x OUT 0.0:1", "line 2: not a boundary: 'F0.x'"),
         ("# none\nF0.0:0 OUT 0.0", "line 2: not a group: '0.0'"),
         ("F0.0:0 0.0:0", "line 1: expected one of OUT, DROP, IN after F0.0:0, got '0.0:0'"),
+        ("F0.0:0", "line 1: F0.0:0 without a move"),
         ("F0.0:0 OUT", "line 1: OUT without a group"),
         ("F0.0:0 OUT 0.0:0\n\nF0.0:0 OUT 0.0:0", "line 3: F0.0:0 has a line already"),
     ],

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offload_engine import (
     CheckpointOffload,
     ChunkOffloadHandler,
     OffloadConfig,
     OffloadEngine,
+    enable_activation_offloading,
+    manage_activations,
 )
 from tests.adversarial import AdversarialDevice
 from tests.engine_state import release_all
@@ -205,22 +210,47 @@ def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(
     assert engine.stats.copied_out_bytes == 0
 
 
-def test_inputs_of_checkpoints_are_taken_apart_too() -> None:
-    """They are quantized outside, as by the module in front."""
-    seen: list[torch.Tensor] = []
+class _Multiply(torch.autograd.Function):
+    """Saves a quantized tensor whole."""
 
-    def multiply(x: torch.Tensor, quantized: Any) -> torch.Tensor:
-        seen.append(_parts(quantized)[0].clone())
-        return x * seen[-1].float()
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(quantized)
+        return x * _parts(quantized)[0].float()
 
-    checkpoints = CheckpointOffload(OffloadConfig(min_tensor_bytes=0, directory="none"))
-    output = source = torch.ones(2, 8, 32, requires_grad=True)
-    for number in range(4):
-        output = checkpoints.checkpoint(multiply, output, _quantized(torch.full((2, 8, 32), number, dtype=torch.uint8)))
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * _parts(ctx.saved_tensors[0])[0].float(), None
+
+
+class Linear(nn.Module):
+    """Gets an input that was quantized outside, as by the module in front."""
+
+    def __init__(self, number: int, call: Any) -> None:
+        super().__init__()
+        self.quantized, self.call = _quantized(torch.full((2, 8, 32), number, dtype=torch.uint8)), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(_Multiply.apply, x, self.quantized)
+
+
+@pytest.mark.parametrize("front_end", ["any model", "layers", "checkpoints"])
+def test_front_ends_take_them_apart_too(front_end: str) -> None:
+    config = OffloadConfig(min_tensor_bytes=0, directory="none")
+    handle: Any = CheckpointOffload(config)
+    model = nn.Sequential(
+        *(Linear(number, handle.checkpoint if front_end == "checkpoints" else operator.call) for number in (2, 3, 5, 7))
+    )
+    if front_end == "layers":
+        handle = enable_activation_offloading(model, layers=list(model), config=config)
+    elif front_end == "any model":
+        handle = manage_activations(model, group_bytes=1024, config=config)
+    source = torch.ones(2, 8, 32, requires_grad=True)
+    with handle if front_end == "any model" else nullcontext():
+        output = model(source)
     output.sum().backward()
-    forward, backward = seen[:4], seen[4:]
-    assert all(map(torch.equal, reversed(backward), forward)) and len(backward) == 4 and source.grad is not None
-    own_bytes = sum(part.nbytes for part in _parts(_quantized(forward[0])))
-    assert checkpoints.stats.copied_out_bytes >= 2 * (own_bytes + source.nbytes), "those of some layers stay"
-    assert checkpoints.stats.num_storages_left == 0
-    checkpoints.engine.close()
+    assert source.grad is not None and (source.grad == 2 * 3 * 5 * 7).all()
+    own_bytes = sum(part.nbytes for part in _parts(_quantized(torch.ones(2, 8, 32, dtype=torch.uint8))))
+    assert handle.stats.copied_out_bytes >= 2 * own_bytes, "those of some layers stay: their backward is next"
+    assert handle.stats.num_storages_left == 0
+    handle.engine.close()

@@ -254,3 +254,13 @@ def record_megatron(shape: Shape, rank: int) -> list[Action]:
             arguments["p2p_communicator"] = FakeCommunicator(shape, rank, config)
         schedule(**arguments)
     return list(record)
+
+
+def test_groups_that_are_passed_in_need_no_parallel_state() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_patches._rows.schedules import _pipeline_group, _stage_groups
+
+    groups = make_groups()
+    call = {"pg_collection": groups}
+    assert _stage_groups(call) == (groups.dp_cp, groups.tp) and _pipeline_group(call) is groups.pp
+    assert _stage_groups({}) == () and _pipeline_group({}) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -187,3 +188,18 @@ def test_a_horizon_that_is_wrong_or_has_no_effect_is_an_error(
         settings = {**settings, "engine": OffloadEngine(OTHER.replace(directory=None), device)}
     with pytest.raises(ValueError, match=message):
         offload_wrapper(make_stack(), horizon, **settings)
+
+
+@needs_transformers
+def test_two_offloads_of_the_same_inputs_are_told(caplog: pytest.LogCaptureFixture, wrap: Callable[..., Any]) -> None:
+    def save_elsewhere(function: Callable[..., Any], *args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    model = make_language_model("llama", "transformers")
+    model._set_gradient_checkpointing(True, save_elsewhere)
+    model = wrap(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            model(random_tokens(0), labels=random_tokens(0)).loss.backward()
+    assert [r for r in caplog.messages if "offload=True" in r] == caplog.messages and len(caplog.messages) == 1
