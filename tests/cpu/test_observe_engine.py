@@ -275,12 +275,17 @@ def test_reason_of_a_tensor_that_may_not_move(make: Callable[[], torch.Tensor], 
     assert (saved.reason, saved.shape) == (reason, tuple(make().shape))
 
 
-def test_a_closed_engine_takes_its_hooks_off() -> None:
+def test_hooks_on_modules_are_there_from_the_request_to_the_end_of_its_step_or_of_the_engine() -> None:
     hooks = nn.modules.module._global_forward_pre_hooks
     num_before, engine = len(hooks), OffloadEngine(device=CpuDevice("none"))
+    for _ in range(2):
+        engine.record()
+        engine.record()
+        assert len(hooks) == num_before + 1
+        with engine.iteration():
+            pass
+        assert len(hooks) == num_before
     engine.record()
-    engine.record()
-    assert len(hooks) == num_before + 1
     engine.close()
     assert len(hooks) == num_before
 
@@ -302,9 +307,9 @@ def test_a_profile_shows_the_moves_and_the_wait_of_each_group(device: Adversaria
 def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:
     nvtx, group = mock.Mock(), SimpleNamespace(chunk=ChunkKey(1, 3), name="core_attn")
     with mock.patch.object(torch.cuda, "nvtx", nvtx):
-        with Ranges().around(OUT, group):  # type: ignore[arg-type]
+        with Ranges().around(OUT, group):
             pass
         assert not nvtx.mock_calls
-        with pytest.raises(ValueError), Ranges(is_nvtx_on=True).around("wait", group):  # type: ignore[arg-type]
+        with pytest.raises(ValueError), Ranges(is_nvtx_on=True).around("wait", group):
             raise ValueError
     assert nvtx.mock_calls == [mock.call.range_push("Offload::wait (c1 m3 core_attn)"), mock.call.range_pop()]
