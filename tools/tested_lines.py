@@ -22,7 +22,7 @@ import pytest
 
 NOT_FOR_MUTANTS = (
     "budget_curve compile cuda_calls ended_processes environment examples frontend_examples host_cost imports "
-    "lightning_trainer mutation_check random_interrupts readme show_plan soak tools torch_private "
+    "lightning_trainer random_interrupts readme tools torch_private "
     "transformers_trainer"
 ).split()
 """Files of tests/cpu whose tests start processes, wait for compilers, measure times, or test tools and documents."""

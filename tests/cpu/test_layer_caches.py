@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +11,18 @@ import torch
 from torch import nn
 
 from offload_engine import OffloadConfig, OffloadError, enable_activation_offloading
+from tests.checkpointed import all_equal
 from tests.decoders import SMALL, make_decoder
 
 WIDTH, ROWS, DEPTH, TOKENS = 8, 4, 3, torch.arange(32).view(2, 16)
-ALL = OffloadConfig(min_tensor_bytes=1)
+ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 
 
 class Cache:
     """The methods of a cache, and what layers have appended to it."""
 
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
+    def __init__(self, *content: torch.Tensor) -> None:
+        self.kept = list(content)
 
     def get_seq_length(self) -> int:
         return len(self.kept)
@@ -59,27 +59,21 @@ class Net(nn.Module):
         torch.manual_seed(3)
         self.layers = nn.ModuleList(kind() for _ in range(DEPTH))
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x = torch.ones(ROWS, WIDTH)
         for layer in self.layers:
             x = layer(x, *args, **kwargs)
-        return x
+        return x.sum()
 
 
-def numbers(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """Run the backward; return the loss and the gradients."""
+def numbers(model: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """Run a step; return the loss and the gradients."""
+    found = model(*args, **kwargs)
+    loss: torch.Tensor = getattr(found, "loss", found)
     loss.backward()
-    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    result = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
     model.zero_grad()
-    return found
-
-
-def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def net_loss(model: Net, *args: Any, **kwargs: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(torch.ones(ROWS, WIDTH), *args, **kwargs).sum()
-    return loss
+    return result
 
 
 def make_gpt2() -> Any:
@@ -88,38 +82,28 @@ def make_gpt2() -> Any:
     torch.manual_seed(7)
     sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 2}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    ends = {"bos_token_id": 0, "eos_token_id": 1}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, **ends))
-
-
-def gpt2_loss(model: Any) -> torch.Tensor:
-    mask = torch.ones_like(TOKENS)
-    mask[1, 10:] = 0
-    loss: torch.Tensor = model(input_ids=TOKENS, labels=TOKENS, attention_mask=mask).loss
-    return loss
-
-
-# -- by position ------------------------------------------------------------------------------------------------------
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=1))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2_with_a_padding_mask(attention: str) -> None:
-    model = make_gpt2()
+    model, mask = make_gpt2(), torch.ones_like(TOKENS)
     model.set_attn_implementation(attention)
-    plain = numbers(model, gpt2_loss(model))
+    mask[1, 10:] = 0
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": mask}
+    plain = numbers(model, **batch)
     handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
-    assert_same(numbers(model, gpt2_loss(model)), plain)
+    assert all_equal(numbers(model, **batch), plain)
     handle.remove()
 
 
 @pytest.mark.parametrize("kind", [Layer, Variadic])
 def test_an_empty_cache_by_position_is_dropped(kind: type[Layer], caplog: pytest.LogCaptureFixture) -> None:
     model, cache = Net(kind), Cache()
-    plain = numbers(model, net_loss(model, Cache()))
+    plain = numbers(model, Cache())
     handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
     with caplog.at_level(logging.INFO):
-        assert_same(numbers(model, net_loss(model, cache)), plain)
-        assert_same(numbers(model, net_loss(model, memory=cache)), plain)
+        assert all_equal(numbers(model, cache), plain) and all_equal(numbers(model, memory=cache), plain)
     handle.remove()
     assert not cache.kept
     assert caplog.text.count("receive an empty cache of keys and values, first layers.0") == 1
@@ -128,70 +112,33 @@ def test_an_empty_cache_by_position_is_dropped(kind: type[Layer], caplog: pytest
 def test_a_layer_that_a_budget_recomputes_and_is_given_a_cache_runs_once() -> None:
     """The cache comes first in a step behind those that were measured."""
     model, cache = Net(), Cache()
-    config = ALL.replace(gpu_budget=3500)
-    plain = numbers(model, net_loss(model, Cache()))
-    handle = enable_activation_offloading(model, config=config)
+    plain = numbers(model, Cache())
+    handle = enable_activation_offloading(model, config=ALL.replace(gpu_budget=3500))
     for layer in handle._recompute._switches:  # type: ignore[union-attr]
         layer.switch(on=True)
-    assert_same(numbers(model, net_loss(model, cache)), plain)
-    assert len(cache.kept) == DEPTH
+    assert all_equal(numbers(model, cache), plain) and len(cache.kept) == DEPTH
     handle.remove()
 
 
-# -- a cache with content ---------------------------------------------------------------------------------------------
-
-
-def filled() -> Cache:
-    cache = Cache()
-    cache.update(torch.ones(ROWS, WIDTH))
-    return cache
+FILLED, PREFIX = Cache(torch.ones(ROWS, WIDTH)), torch.ones(WIDTH)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("args", "kwargs", "message"),
     [
-        (lambda model: net_loss(model, filled()), "as memory .Cache."),
-        (lambda model: net_loss(model, memory=filled()), "as memory .Cache."),
-        (lambda model: net_loss(model, past_key_values=torch.ones(WIDTH)), "as past_key_values .Tensor."),
-        (lambda model: net_loss(model, None, torch.ones(WIDTH)), "as past_key_values .Tensor."),
+        ((FILLED,), {}, "as memory .Cache."),
+        ((), {"memory": FILLED}, "as memory .Cache."),
+        ((), {"past_key_values": PREFIX}, "as past_key_values .Tensor."),
+        ((None, PREFIX), {}, "as past_key_values .Tensor."),
     ],
 )
-def test_content_is_refused_by_name(make: Callable[[Net], torch.Tensor], message: str) -> None:
+def test_content_is_refused_by_name(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
     model = Net()
-    plain = numbers(model, net_loss(model))
+    plain = numbers(model)
     handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
     with pytest.raises(OffloadError, match=f"layers.0 receives a cache .* {message}.* use enable_ckpt=False"):
-        make(model)
-    assert_same(numbers(model, net_loss(model)), plain)  # the refused forward has left nothing
-    handle.remove()
-
-
-def prefix_loss(model: Any, prefix: list[torch.Tensor]) -> torch.Tensor:
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    for i in range(DEPTH):
-        cache.update(prefix[2 * i], prefix[2 * i + 1], i)
-    loss: torch.Tensor = model(input_ids=TOKENS, labels=TOKENS, past_key_values=cache).loss
-    return loss
-
-
-@pytest.mark.parametrize("enable_ckpt", [False, True])
-def test_a_prefix_in_a_cache(enable_ckpt: bool) -> None:
-    """It is learned as well, as in prefix tuning."""
-    pytest.importorskip("transformers", reason="its caches")
-    model: Any = make_decoder("llama", DEPTH, attention_dropout=0.0)
-    torch.manual_seed(1)
-    prefix = [torch.randn(2, 2, 4, 8, requires_grad=True) for _ in range(2 * DEPTH)]
-    plain = numbers(model, prefix_loss(model, prefix))
-    handle = enable_activation_offloading(model, enable_ckpt=enable_ckpt, config=SMALL)
-    if enable_ckpt:
-        with pytest.raises(OffloadError, match="as past_key_values .DynamicCache. that is not empty"):
-            prefix_loss(model, prefix)
-    else:
-        grads = [p.grad.clone() for p in prefix if p.grad is not None]
-        assert_same(numbers(model, prefix_loss(model, prefix)), plain)
-        assert_same([p.grad / 2 for p in prefix if p.grad is not None], grads)
+        model(*args, **kwargs)
+    assert all_equal(numbers(model), plain)  # the refused forward has left nothing
     handle.remove()
 
 

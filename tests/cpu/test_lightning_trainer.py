@@ -21,6 +21,7 @@ from offload_engine.frontends.integrations.lightning import OffloadCallback  # n
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 WIDTH, BATCH, NUM_LAYERS, STEPS = 16, 4, 4, 4
+INPUTS_BYTES = (NUM_LAYERS - 1) * BATCH * WIDTH * 4
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
 
@@ -32,17 +33,6 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + self.dropout(nn.functional.gelu(self.linear(self.norm(x))))
         return y
-
-
-class Recording(OffloadCallback):
-    """Notes the bytes that left in each batch."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(CONFIG, **settings)
-        self.moved: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.moved.append(self._offload.metrics()["offload_moved_gib"])
 
 
 def make_module(package: str, calls_itself: bool = False, fail_at: int | None = None) -> Any:
@@ -82,8 +72,15 @@ def batches() -> torch.utils.data.DataLoader[torch.Tensor]:
     return torch.utils.data.DataLoader(samples, batch_size=BATCH)
 
 
-def make_trainer(package: str, folder: Path, callbacks: list[Any], **settings: Any) -> Any:
-    defaults: dict[str, Any] = dict(
+def fit(
+    folder: Path, callbacks: list[Any], module: Any = None, package: str = PACKAGES[0], logger: Any = False
+) -> list[torch.Tensor]:
+    """Train with gradient accumulation, and validation before, between and after the steps; losses and weights."""
+    module = module or make_module(package)
+    own = vars(module).get("training_step")
+    torch.manual_seed(2)  # dropout
+    trainer = importlib.import_module(package).Trainer(
+        callbacks=callbacks,
         max_steps=STEPS,
         accumulate_grad_batches=2,
         val_check_interval=4,  # validation after every second step
@@ -94,23 +91,14 @@ def make_trainer(package: str, folder: Path, callbacks: list[Any], **settings: A
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        logger=False,
+        logger=logger,
         default_root_dir=folder,
     )
-    return importlib.import_module(package).Trainer(callbacks=callbacks, **{**defaults, **settings})
-
-
-def fit(
-    folder: Path, callbacks: list[Any], module: Any = None, package: str = PACKAGES[0], **settings: Any
-) -> list[torch.Tensor]:
-    """Train; return the losses and the weights."""
-    module = module or make_module(package)
-    resume = settings.pop("resume", None)
-    own = vars(module).get("training_step")
-    torch.manual_seed(2)  # dropout
-    make_trainer(package, folder, callbacks, **settings).fit(module, batches(), batches(), ckpt_path=resume)
-    assert vars(module).get("training_step") is own
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+    try:
+        trainer.fit(module, batches(), batches())
+    finally:
+        assert vars(module).get("training_step") is own
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
     return [torch.tensor(module.losses), *(p.detach().clone() for p in module.parameters())]
 
 
@@ -120,7 +108,6 @@ def assert_equal(expected: list[torch.Tensor], got: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_bitwise_equal(package: str, tmp_path: Path) -> None:
-    """With gradient accumulation, and validation before, between and after the steps."""
     pytest.importorskip(package)
     logger = importlib.import_module(f"{package}.loggers").CSVLogger(tmp_path)
     expected = fit(tmp_path, [], package=package)
@@ -132,7 +119,7 @@ def test_bitwise_equal(package: str, tmp_path: Path) -> None:
     assert_equal(expected, got)
     rows = csv.DictReader((Path(logger.log_dir) / "metrics.csv").open())
     logged = [(float(row["offload_moved_gib"]) * 2**30, float(row["offload_waited_ms"])) for row in rows]
-    assert len(logged) == STEPS and min(logged)[0] >= 0.99 * (NUM_LAYERS - 1) * BATCH * WIDTH * 4
+    assert len(logged) == STEPS and min(logged)[0] >= 0.99 * INPUTS_BYTES
 
 
 @pytest.mark.parametrize("way", ["calls itself", "has a step of its own", "is checkpointed"])
@@ -143,11 +130,15 @@ def test_a_module_that(way: str, tmp_path: Path) -> None:
             module.training_step = lambda batch, batch_idx: type(module).training_step(module, batch, batch_idx)
         return module
 
+    moved: list[int] = []
+
+    class Noting(OffloadCallback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            moved.append(round(self._offload.metrics()["offload_moved_gib"] * 2**30))
+
     enable_ckpt = way == "is checkpointed"
-    callback = Recording(enable_ckpt=enable_ckpt)
-    assert_equal(fit(tmp_path, [], make()), fit(tmp_path, [callback], make()))
-    moved, inputs = [round(gib * 2**30) for gib in callback.moved], (NUM_LAYERS - 1) * BATCH * WIDTH * 4
-    assert len(moved) == 2 * STEPS and (set(moved) == {inputs} if enable_ckpt else min(moved) > inputs)
+    assert_equal(fit(tmp_path, [], make()), fit(tmp_path, [Noting(CONFIG, enable_ckpt=enable_ckpt)], make()))
+    assert len(moved) == 2 * STEPS and (set(moved) == {INPUTS_BYTES} if enable_ckpt else min(moved) > INPUTS_BYTES)
 
 
 def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Path) -> None:
@@ -159,7 +150,7 @@ def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Pat
             copies.append(copy.deepcopy(pl_module))
             pl_module.trainer = trainer
 
-    make_trainer(PACKAGES[0], tmp_path, [Copying(CONFIG)]).fit(make_module(PACKAGES[0]), batches(), batches())
+    fit(tmp_path, [Copying(CONFIG)])
     last = copies[-1]
     for weight in last.parameters():
         torch.nn.init.zeros_(weight)
@@ -169,9 +160,6 @@ def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Pat
 
 def test_a_training_that_raises_gives_the_model_back(tmp_path: Path) -> None:
     callback = OffloadCallback(CONFIG)
-    module = make_module(PACKAGES[0], fail_at=1)
     with pytest.raises(ArithmeticError):
-        fit(tmp_path, [callback], module)
-    assert "training_step" not in vars(module)
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+        fit(tmp_path, [callback], make_module(PACKAGES[0], fail_at=1))
     assert_equal(fit(tmp_path, []), fit(tmp_path, [callback]))

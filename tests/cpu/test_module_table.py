@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of module names: what is understood, where it is found, and what is said where it is not."""
+"""The table of module names: where each is found, what is said where it is not, and which models are refused."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from typing import Any
 
 import pytest
 
+from offload_engine import IterationStats, OffloadConfig
+
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches._hooks.attach import last_of_each_name  # noqa: E402
-from megatron_patches._model.modules import canonical_names  # noqa: E402
-from megatron_patches._model.sites import count_layers, find_sites, merge_surveys, survey  # noqa: E402
-from megatron_patches._model.unshared import unshared_modules  # noqa: E402
-from megatron_patches._model.validate import _missing_message  # noqa: E402
-from offload_engine import ChunkKey  # noqa: E402
-from offload_engine.schedule import Action, backward_at_once, interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
+from megatron_patches._model.modules import (
+    MODULES,
+    canonical_names,
+)
+from megatron_patches._model.sites import BLOCKS, calls_no_parts, find_sites, survey  # noqa: E402  # noqa: E402
+from megatron_patches._model.validate import (  # noqa: E402
+    _missing_message,
+    check_conflicts,
+    check_host_limit,
+    check_inputs_stay_whole,
+    check_weights_stay_whole,
+    hidden_bytes,
+    why_nothing_moved,
+)
 
 
 class _Part(torch.nn.Linear):
@@ -87,95 +96,6 @@ def test_sites_come_in_the_order_of_execution() -> None:
     assert [site.path for site in found if site.is_before_experts] == [site.path for site in found[3:5]]
 
 
-LINEARS = {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}
-SPARSE = (*ATTENTION, "pre_mlp_layernorm", "mlp.router", *LINEARS, "mlp.shared_experts.linear_fc1")
-QKV, KERNEL, PROJ = ATTENTION[1:]
-NORMS = ("input_layernorm", "pre_mlp_layernorm")
-
-
-@pytest.mark.parametrize(
-    ("names", "unshared"),
-    [
-        ("qkv_linear attn_norm", {KERNEL, PROJ, "pre_mlp_layernorm", "mlp"}),
-        ("layer_input", {KERNEL, PROJ, "pre_mlp_layernorm", "mlp"}),
-        ("mlp_norm", {"input_layernorm", "self_attention", *LINEARS}),
-        ("core_attn", {*NORMS, QKV, "mlp"}),
-        ("attn_proj moe_act", {*NORMS, QKV, "mlp.router", *LINEARS}),
-        ("router_fc1", {*NORMS, "self_attention", "mlp.router", "mlp.experts.linear_fc2"}),
-        ("router_fc2", {*NORMS, "self_attention", "mlp.router", "mlp.experts.linear_fc1"}),
-        ("dispatched_tokens attn_proj", {"input_layernorm", QKV, "mlp.experts.linear_fc2"}),
-        ("shared_fc1 self_attn", LINEARS),
-        ("experts", {*NORMS, "self_attention", "mlp.router"}),
-        ("mlp_act", {*NORMS, "self_attention", "mlp"}),
-    ],
-)
-def test_submodules_that_share_nothing_with_the_names(names: str, unshared: set[str]) -> None:
-    assert _unshared(_Layer(*SPARSE), names.split()) == unshared
-
-
-@pytest.mark.parametrize(
-    ("setting", "names", "differing"),
-    [
-        ("use_transformer_engine_op_fuser", "mlp_norm", LINEARS),  # the fused operations of experts call no linears
-        ("fused_residual_rmsnorm", "router_fc1", set(NORMS)),  # such a norm runs its hooks twice
-    ],
-)
-def test_settings_under_which_hooks_do_not_run_once(setting: str, names: str, differing: set[str]) -> None:
-    called = _unshared(_Layer(*SPARSE), [names])
-    assert differing <= called and _unshared(_Layer(*SPARSE), [names], {setting: True}) == called - differing
-
-
-def test_surveys_of_several_ranks_add_up() -> None:
-    """Names of dense layers do not match experts, nor the reverse."""
-    sites = merge_surveys([survey([_Layer(*DENSE)]), survey([]), survey([_Layer(*MOE)])]).sites
-    names = ("core_attn", "mlp_fc1", "mlp_act", "router_fc1", "moe_act")
-    assert [sites[name] for name in names] == [2, 1, 1, 3, 3]
-
-
-def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
-    layer = _Layer(*SPARSE, identities=("cross_attention",))
-    called, in_a_plan = _unshared(layer, ["qkv_linear"]), _unshared(layer, ["qkv_linear"], PLAN)
-    assert (called - in_a_plan, in_a_plan - called) == ({"mlp"}, {"mlp.router", "mlp.experts"})
-    assert _unshared(layer, ["router_fc1"], PLAN) == _unshared(layer, ["router_fc1"])
-    assert "mlp" in _unshared(_Layer(*DENSE), ["qkv_linear"], PLAN)
-
-
-@pytest.mark.parametrize("path", ["", "self_attention", KERNEL])
-def test_of_what_is_not_megatron_cores_nothing_is_known(path: str) -> None:
-    """Such attention may get more than query, key and value; in such a layer it may read what the MLP reads."""
-    layer = _Layer(*DENSE)
-    owner = layer.get_submodule(path)
-    owner.__class__ = type("Other", (type(owner),), {"__module__": __name__})
-    assert _unshared(layer, ["core_attn"]) == ({*NORMS, "mlp"} if path else set())
-
-
-PLAN = {"overlap_moe_expert_parallel_comm": True}
-
-
-def _unshared(layer: _Layer, names: list[str], settings: dict[str, bool] | None = None) -> set[str]:
-    chunk: Any = _Holder(layer)
-    chunk.config = SimpleNamespace(**{"overlap_moe_expert_parallel_comm": False, **(settings or {})})
-    paths = {module: path for path, module in layer.named_modules()}
-    found = [paths[module] for module in unshared_modules(chunk, names)]
-    assert len(found) == len(set(found))
-    return set(found)
-
-
-@pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
-def test_a_layer_that_predicts_a_token_more_and_the_layer_inside_it(inner: str) -> None:
-    ahead = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
-    torch.nn.Module.__init__(ahead)
-    for path in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
-        _put(ahead, path, _Part())
-    ahead.add_module(inner, _Layer(*DENSE))
-    chunk = torch.nn.Sequential(_Layer(*DENSE), ahead)
-    sites = find_sites(chunk, ("mtp_norm", "mtp_proj", "core_attn"))
-    ahead_paths = ["1.enorm", "1.hnorm", "1.final_layernorm", "1.eh_proj", f"1.{inner}.self_attention.core_attention"]
-    assert [site.path for site in sites] == ["0.self_attention.core_attention", *ahead_paths]
-    assert count_layers(chunk) == 2, "recomputation runs the two together"
-    assert {sites[kept].path for kept in last_of_each_name(chunk, sites)} == set(ahead_paths[2:])
-
-
 def test_an_identity_is_no_site_and_is_said_to_be_fused() -> None:
     fused = _Layer("self_attention.linear_qkv", "mlp.linear_fc1", identities=("input_layernorm", "pre_mlp_layernorm"))
     found = survey([_Holder(fused)])
@@ -192,26 +112,159 @@ def test_of_each_name_the_last_group_near_the_end_of_the_chunk_is_kept(num_behin
     assert last_of_each_name(chunk, find_sites(chunk, ("mlp_fc1",))) == expected
 
 
-@pytest.mark.parametrize(
-    ("actions", "is_combined", "keys"),
-    [
-        (no_pipelining(3), False, {ChunkKey(0, 0), ChunkKey(0, 1), ChunkKey(0, 2)}),
-        (one_forward_one_backward(2, 1, 2), False, {ChunkKey(0, 0), ChunkKey(0, 1)}),
-        (one_forward_one_backward(2, 0, 3), False, set()),
-        (interleaved(2, 1, 2, 4), False, {ChunkKey(1, microbatch) for microbatch in range(4)}),
-        # F0 | F1 B0 | F2 B1 | B2: each backward runs together with the next forward.
-        (no_pipelining(3, overlap_expert_comm=True), False, set()),
-        (no_pipelining(3, overlap_expert_comm=True), True, {ChunkKey(0, 0), ChunkKey(0, 1), ChunkKey(0, 2)}),
-        (no_pipelining(1, overlap_expert_comm=True), True, {ChunkKey(0, 0)}),
-        (interleaved(2, 1, 2, 4, overlap_expert_comm=True), True, {ChunkKey(1, microbatch) for microbatch in range(4)}),
-        (interleaved(2, 0, 2, 4, overlap_expert_comm=True), True, set()),
-    ],
-)
-def test_chunks_whose_backward_comes_at_once(actions: list[Action], is_combined: bool, keys: set[ChunkKey]) -> None:
-    assert backward_at_once(actions, is_combined=is_combined) == keys
-
-
 class _Holder(torch.nn.Module):
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
         self.layer = layer
+
+
+# ---- what is refused ----
+
+
+NORMS = frozenset(BLOCKS.values())
+"""Of a model that has each as a module of its own."""
+
+
+def config(**settings: Any) -> SimpleNamespace:
+    defaults = {
+        "num_layers": 8,
+        "hidden_size": 64,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "bf16": False,
+        "fp16": False,
+        "recompute_granularity": None,
+        "recompute_modules": ["core_attn"],
+        "recompute_method": None,
+        "recompute_num_layers": None,
+    }
+    return SimpleNamespace(**{**defaults, **settings})
+
+
+def recomputing(*modules: str, **settings: Any) -> SimpleNamespace:
+    return config(recompute_granularity="selective", recompute_modules=[*modules], **settings)
+
+
+def block(num_layers: int, **settings: Any) -> SimpleNamespace:
+    method = {"recompute_granularity": "full", "recompute_method": "block"}
+    return config(**method, recompute_num_layers=num_layers, **settings)
+
+
+UNIFORM = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "instead"),
+    [
+        ("router_fc2", "moe_act", "moe_act"),
+        ("qkv_linear", "layernorm", "attn_norm"),
+        ("router", "layernorm", "mlp_norm"),
+        ("mlp_act", "mlp", "mlp_fc1"),
+        ("router_fc1", "moe", "router"),
+        ("shared_fc2", "shared_experts", "shared_fc1"),
+    ],
+)
+def test_recomputed_modules_are_refused_with_the_name_of_what_can_be_moved(
+    name: str, module: str, instead: str
+) -> None:
+    chosen = recomputing(module)
+    with pytest.raises(ValueError, match=f"'{name}'.*'{module}'.* Offload '{instead}', or omit one of the two"):
+        check_conflicts(chosen, ["attn_proj", name], NORMS)
+    check_conflicts(chosen, [instead], NORMS)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names", "norms"),
+    [
+        (config(), [row.name for row in MODULES], NORMS),
+        (recomputing("layernorm"), ["qkv_linear"], NORMS - {"input_layernorm"}),  # inside the linear layer
+        *(
+            (recomputing("gdn_norm_out", linear_attention_freq=freq), ["attn_proj"], NORMS)
+            for freq in (8, [1] * 7 + [0], None)
+        ),
+        (config(fused_residual_rmsnorm=True), ["qkv_linear", "qk_norm", "mtp_norm"], NORMS),
+        (config(moe_shared_expert_overlap=True), ["shared_fc1", "shared_fc2"], NORMS),
+        (config(moe_shared_expert_overlap=False), ["shared_experts"], NORMS),
+        (UNIFORM, ["layer_input"], NORMS),
+        (block(1), ["core_attn"], NORMS),  # layers behind the block still save
+        (block(2, num_layers_in_first_pipeline_stage=5), ["core_attn"], NORMS),
+        (block(2, pipeline_model_parallel_layout="Ettttt|tttL"), ["core_attn"], NORMS),
+    ],
+)
+def test_names_that_still_save_tensors_are_accepted(
+    chosen: SimpleNamespace, names: list[str], norms: frozenset[str]
+) -> None:
+    check_conflicts(chosen, names, norms)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names", "message"),
+    [
+        (recomputing("gdn_norm_out", linear_attention_freq=9), ["attn_proj"], "'attn_proj'.*'gdn_norm_out'"),
+        (recomputing("gdn_norm_out", linear_attention_freq=[1] * 8), ["attn_proj"], "'attn_proj'.*'gdn_norm_out'"),
+        (recomputing("moe"), ["router_fc1"], "'router_fc1', but.*'expert_fc1' stands for 'router_fc1'"),
+        (config(fused_residual_rmsnorm=True), ["mlp_norm"], "'mlp_norm'.*fused_residual_rmsnorm=True"),
+        (config(moe_shared_expert_overlap=True), ["shared_experts"], "moe_shared_expert_overlap=True.*'shared_fc1'"),
+        (UNIFORM, ["layer_input", "core_attn"], "recompute_granularity='full'.*'layer_input'"),
+        (block(2), ["core_attn"], "recompute_granularity='full'"),
+    ],
+)
+def test_names_that_save_nothing_are_refused(chosen: SimpleNamespace, names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_conflicts(chosen, names, NORMS)
+
+
+def test_weights_and_inputs_that_are_cut_are_refused() -> None:
+    full = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        for setting in ({}, {name: None}, {name: 1}):
+            check_weights_stay_whole(config(**setting))
+        with pytest.raises(NotImplementedError, match=f"{name}=2"):
+            check_weights_stay_whole(config(**{name: 2}))
+    for change in ({"pipeline_model_parallel_size": 1}, {"recompute_granularity": "selective"}):
+        check_inputs_stay_whole(config(**{**full, **change}))
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True"):
+        check_inputs_stay_whole(config(**full))
+
+
+def test_megatron_cores_fused_modules_are_known_by_what_they_have() -> None:
+    transformer_engine = pytest.importorskip("megatron.core.extensions.transformer_engine")
+    shared_experts = pytest.importorskip("megatron.core.transformer.moe.shared_experts")
+    fused = [getattr(transformer_engine, "TEFusedMLP", None), getattr(shared_experts, "FusedSharedExpertMLP", None)]
+    assert all(calls_no_parts(cls.__new__(cls)) for cls in fused if cls is not None)
+
+
+def test_host_limit_below_one_activation(caplog: pytest.LogCaptureFixture) -> None:
+    assert hidden_bytes(config(bf16=True, context_parallel_size=2), 16, 2) == 8 * 2 * 64 * 2
+    assert hidden_bytes(config(sequence_parallel=True, tensor_model_parallel_size=4), 16, 2) == 4 * 2 * 64 * 4
+    check_host_limit(config(), 1, None, None)  # without a pipeline megatron-core does not ask for them
+    check_host_limit(config(), 8192, 16, 2)
+    with pytest.raises(ValueError, match="offload_host_limit_bytes=8,191 cannot hold .* 8,192 bytes"):
+        check_host_limit(config(), 8191, 16, 2)
+    spills = {"moe_paged_stash": True, "moe_paged_stash_buffer_size_factor_cpu": 0.8}
+    check_host_limit(config(**spills), 8192, 16, 2)
+    check_host_limit(config(moe_paged_stash=True), None, 16, 2)
+    assert not caplog.records
+    check_host_limit(config(**spills), None, 16, 2)
+    assert "moe_paged_stash_buffer_size_factor_cpu=0.8 pins host memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stats", "settings", "reason"),
+    [
+        (IterationStats(num_groups=4), {}, "offload_min_tensor_bytes=1,048,576"),
+        (IterationStats(num_groups=4, num_kept_groups=4), {}, "offload_min_tensor_bytes"),
+        (IterationStats(num_groups=4, num_kept_groups=4, managed_bytes=1 << 20), {}, "at once"),
+        (IterationStats(num_groups=4, num_kept_groups=3, managed_bytes=1 << 20), {}, None),
+        (IterationStats(num_groups=4, managed_bytes=1 << 20, copied_out_bytes=1 << 20), {}, None),
+        (IterationStats(num_groups=4), {"dry_run": True}, None),
+        (IterationStats(num_groups=4), {"resident_bytes": 1 << 30}, None),
+        (IterationStats(), {}, None),
+    ],
+)
+def test_why_a_step_has_moved_nothing(stats: IterationStats, settings: dict[str, Any], reason: str | None) -> None:
+    found = why_nothing_moved(stats, OffloadConfig.from_flags(**settings))
+    assert found is None if reason is None else found is not None and reason in found

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """When groups leave, are released and return, under the policies that follow no plan.
 
-Which copies are made at which boundary is compared with the planner's by test_plan_and_policy.py. Here is what no plan
+Which copies are made at which boundary is compared with the planner's by test_planner.py. Here is what no plan
 has: releases, by the count of resident bytes; copy-outs that are delayed until the host has launched the kernels that
 the device waits for; what is recalled; and budgets of resident bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,12 +43,12 @@ class Bench:
     """
 
     def __init__(
-        self, order: str | None = TWO, device: type[AdversarialDevice] = AdversarialDevice, **settings: int
+        self, order: str | None = TWO, device: type[AdversarialDevice] = AdversarialDevice, **settings: Any
     ) -> None:
         self.device = device(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
-        config = OffloadConfig.from_flags(**{"min_tensor_bytes": 0, **settings})
-        self.engine = OffloadEngine(config, self.device, self.meter)
+        make = OffloadConfig if "policy" in settings else OffloadConfig.from_flags
+        self.engine = OffloadEngine(make(**{"min_tensor_bytes": 0, **settings}), self.device, self.meter)
         self.actions = None if order is None else parse_actions(order)
         self.engine.begin_iteration(self.actions)
         self.handles: dict[ChunkOffloadHandler, list[object]] = {}
@@ -197,29 +197,66 @@ def test_copy_ins_are_ahead_until_awaited_or_unused(is_used: bool) -> None:
 # ---- copy-outs that are delayed ----
 
 
-def delay(bench: Bench, chunk: ChunkOffloadHandler, num_groups: int = 1) -> None:
-    for _ in range(num_groups):
-        bench.save(chunk, traits=DELAYED)
-
-
-def test_they_wait_until_the_device_has_work_again_but_not_where_the_link_is_behind() -> None:
-    bench = Bench(AT_ONCE, max_inflight_bytes=2 * GROUP_BYTES)
-    chunk = bench.start(FIRST)
-    bench.save(chunk)
-    delay(bench, chunk)
-    assert bench.num_copied_out == 1
-    for _ in range(2):
+def do(bench: Bench, chunk: ChunkOffloadHandler, what: str) -> ChunkOffloadHandler:
+    """Take one step of a script; return the chunk that goes on."""
+    if what in ("save", "delay"):
+        bench.save(chunk, traits=DELAYED if what == "delay" else None)
+    elif what == "launch":
         chunk.note_launch()
-        assert bench.num_copied_out == 2
-    delay(bench, chunk)
-    assert bench.num_copied_out == 3
-    bench.device.synchronize_all()
-    chunk.note_launch()
-    assert bench.engine.snapshot().inflight_bytes == 0, "completed by then"
-    delay(bench, chunk)
-    assert bench.num_copied_out == 3
-    bench.backward(chunk)
-    bench.finish()
+    elif what == "complete":
+        bench.device.synchronize_all()
+        chunk.note_launch()
+        assert bench.engine.snapshot().inflight_bytes == 0
+    elif what == "end":
+        chunk.end_forward()
+    elif what == "next":
+        bench.engine.start_chunk(SECOND)
+    elif what == "backward":
+        chunk.on_group_commit_backward(chunk.groups[0])
+    elif what == "reset":
+        bench.handles.clear()
+        bench.engine.reset_iteration()
+        bench.engine.begin_iteration(bench.actions)
+        return bench.start(FIRST)
+    return chunk
+
+
+AMPLE: dict[str, Any] = {"max_inflight_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("settings", "script", "copied_out"),
+    [
+        # Until the device has work again, but not where the link is behind.
+        (
+            {"max_inflight_bytes": 2 * GROUP_BYTES},
+            "save delay launch launch delay complete delay",
+            [1, 1, 2, 2, 3, 3, 3],
+        ),
+        # No longer than to the end of the forward, the next forward, a backward or an undelayed one; in order.
+        (AMPLE, "delay end", [0, 1]),
+        (AMPLE, "delay next", [0, 1]),
+        (AMPLE, "delay backward", [0, 1]),
+        (AMPLE, "delay delay save", [0, 0, 3]),
+        (AMPLE, "delay reset launch delay delay save", [0, 0, 0, 0, 0, 3]),
+        # At most half of the limit in flight; one more, and all are issued.
+        ({"max_inflight_bytes": 0}, "delay", [1]),
+        ({"max_inflight_bytes": 6 * GROUP_BYTES}, "delay delay delay delay", [0, 0, 0, 4]),
+        # Not where resident groups or bytes are counted.
+        ({"horizon_groups": 3}, "delay delay", [1, 2]),
+        ({"resident_bytes": GROUP_BYTES}, "delay delay", [1, 2]),
+    ],
+)
+def test_how_long_they_wait(settings: dict[str, Any], script: str, copied_out: list[int]) -> None:
+    bench = Bench(AT_ONCE, **settings)
+    chunk, found = bench.start(FIRST), []
+    for what in script.split():
+        chunk = do(bench, chunk, what)
+        found.append(bench.num_copied_out)
+    assert found == copied_out and bench.leaving == sorted(bench.leaving)
+    if settings.get("max_inflight_bytes") == 6 * GROUP_BYTES:
+        assert len(bench.leaving) == 4, "they fit: compute need not wait for copies that have just begun"
+    bench.engine.reset_iteration()
 
 
 def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
@@ -228,7 +265,7 @@ def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
     chunk = bench.start(FIRST)
     with bench.device.observe_compute():
         bench.save(chunk)
-        delay(bench, chunk)
+        bench.save(chunk, traits=DELAYED)
         compute = bench.device.current_stream()
         committed = compute.clock[compute.index]
         torch.ones(1)
@@ -241,7 +278,7 @@ def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
 
 def test_write_to_a_sibling_after_the_commit_is_a_new_save() -> None:
     """The copy does not stand behind that write, so it may or may not have it."""
-    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+    bench = Bench(AT_ONCE, **AMPLE)
     chunk = bench.start(FIRST)
     first, second = torch.zeros(2 * GROUP_BYTES, dtype=torch.uint8).unsafe_chunk(2)
     chunk.open_group("group", DELAYED)
@@ -257,28 +294,11 @@ def test_write_to_a_sibling_after_the_commit_is_a_new_save() -> None:
     bench.finish()
 
 
-def test_they_are_issued_in_order_and_before_an_undelayed_one_and_a_reset_forgets_them() -> None:
-    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
-    delay(bench, bench.start(FIRST))
-    bench.handles.clear()
-    bench.engine.reset_iteration()
-    policy: Any = bench.engine._executor.policy
-    assert policy._delayed == []
-    bench.engine.begin_iteration(bench.actions)
-    chunk = bench.start(FIRST)
-    chunk.note_launch()
-    delay(bench, chunk, 2)
-    assert bench.num_copied_out == 0
-    bench.save(chunk)
-    assert bench.num_copied_out == 3 and bench.leaving == [0, 1, 2]
-    bench.backward(chunk)
-    bench.finish()
-
-
 def test_they_count_for_the_horizon() -> None:
-    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+    bench = Bench(AT_ONCE, **AMPLE)
     chunk = bench.start(FIRST)
-    delay(bench, chunk, 4)
+    for _ in range(4):
+        bench.save(chunk, traits=DELAYED)
     chunk.end_forward()
     release_all(bench.engine)
     assert bench.resident_groups == 0
@@ -289,7 +309,7 @@ def test_they_count_for_the_horizon() -> None:
 
 
 def test_they_are_issued_before_the_storage_is_taken_from_its_holders() -> None:
-    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
+    bench = Bench(AT_ONCE, **AMPLE)
     chunk, held = bench.start(FIRST), torch.ones(GROUP_BYTES, dtype=torch.uint8)
     chunk.open_group("group", DELAYED)
     handle = chunk.tensor_push(held)
@@ -306,7 +326,8 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any])
     bench = Bench(AT_ONCE, **settings)
     bench.engine._executor.leaving.largest_bytes = 1 << 19  # so that nothing is released before the backward
     chunk = bench.start(FIRST)
-    delay(bench, chunk, 3)
+    for _ in range(3):
+        bench.save(chunk, traits=DELAYED)
     chunk.begin_tail()
     num_before = len(bench.leaving)
     chunk.note_launch()
@@ -320,79 +341,79 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any])
 # ---- how far ahead groups come back ----
 
 
-def begin_backward_of_layers(
-    bench: Bench, names: str, tail_index: int, block_input: torch.Tensor | None
-) -> ChunkOffloadHandler:
-    """Run the forward of layers whose groups have these names, and begin the backward of the last group."""
-    chunk = bench.start(FIRST)
+@pytest.mark.parametrize(
+    ("names", "tail_index", "has_tail_end", "resident"),
+    [
+        # A layer ahead; of two names a layer, twice the largest group is a layer.
+        *((names, index, False, [1 + len(names.split())]) for names in ("a", "a b") for index in (-1, 3)),
+        ("a b", 7, False, [3]),
+        # The only group of a layer comes back when the tail is over.
+        ("a", 3, True, [1, 2]),
+        ("a", 2, True, [3, 3]),
+        ("a b", 7, True, [3, 3]),
+    ],
+)
+def test_groups_come_back_a_layer_ahead(names: str, tail_index: int, has_tail_end: bool, resident: list[int]) -> None:
+    bench = Bench(AT_ONCE, **AMPLE)
+    chunk, block_input = bench.start(FIRST), torch.ones(1, requires_grad=True) if has_tail_end else None
     for layer, name in [(layer, name) for layer in range(4) for name in names.split()]:
         if len(chunk.groups) == tail_index:
             chunk.begin_tail(block_input)
         bench.save(chunk, name, GroupTraits(layer=layer))
     chunk.end_forward()
     release_all(bench.engine)
-    assert bench.resident_groups == 0
     bench.begin_backward(chunk)
-    return chunk
-
-
-@pytest.mark.parametrize(("names", "tail_index"), [("a", -1), ("a", 3), ("a b", -1), ("a b", 7)])
-def test_groups_come_back_a_layer_ahead(names: str, tail_index: int) -> None:
-    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
-    chunk = begin_backward_of_layers(bench, names, tail_index, None)
-    # Of two names a layer, twice the largest group is a layer.
-    assert bench.resident_groups == 1 + len(names.split())
+    found = [bench.resident_groups]
+    if block_input is not None:
+        block_input.sum().backward()
+        found.append(bench.resident_groups)
+    assert found == resident
     bench.backward(chunk)
     assert bench.finish() == 1, "the last group, and no other"
 
 
-def test_the_only_group_of_a_layer_comes_back_when_the_tail_is_over() -> None:
-    for names, tail_index, before, after in (("a", 3, 1, 2), ("a", 2, 3, 3), ("a b", 7, 3, 3)):
-        block_input = torch.ones(1, requires_grad=True)
-        bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
-        chunk = begin_backward_of_layers(bench, names, tail_index, block_input)
-        assert bench.resident_groups == before
-        block_input.sum().backward()
-        assert bench.resident_groups == after
-        bench.backward(chunk)
-        assert bench.finish() == 1, "the last group, and no other"
-
-
 # ---- a budget of resident bytes, and as few copies as that allows ----
 
-EIGHT = "group " * 8
 
-
-def budgeted_step(bench: Bench, names: str = EIGHT) -> None:
+def budgeted_step(bench: Bench, num_groups: int) -> None:
     if not bench.engine.is_in_iteration:
         bench.engine.begin_iteration()
-    bench.backward(bench.forward(None, names, ends=False))
+    bench.backward(bench.forward(None, "group " * num_groups, ends=False))
     bench.handles.clear()
     bench.engine.end_iteration()
     assert bench.device.hazards == []
 
 
-@pytest.mark.parametrize("num_groups", [2, 3, 5])
-def test_the_budget_holds_and_groups_that_fit_stay_from_the_second_forward_on(num_groups: int) -> None:
-    bench = Bench(None, resident_bytes=num_groups * GROUP_BYTES)
-    budgeted_step(bench)
-    stats = bench.engine.stats
-    assert bench.meter.peak_bytes == num_groups * GROUP_BYTES
-    assert bench.num_copied_out == 8 and stats.prefetch_misses == 0
+@pytest.mark.parametrize(("budget", "num_groups"), [(2, 8), (3, 8), (5, 8), (5, 1), (5, 6), (5, 16)])
+def test_the_budget_holds_and_groups_that_fit_stay_from_the_second_forward_on(budget: int, num_groups: int) -> None:
+    """Also where more or less is saved than expected."""
+    bench = Bench(None, resident_bytes=budget * GROUP_BYTES)
+    budgeted_step(bench, 8)
+    assert bench.meter.peak_bytes == budget * GROUP_BYTES
+    assert bench.num_copied_out == 8 and bench.engine.stats.prefetch_misses == 0
     # Those that fit when the backward begins are recalled; one place was free for a next group.
-    assert stats.copied_in_bytes == (8 - (num_groups - 1)) * GROUP_BYTES
-    budgeted_step(bench)
-    stats = bench.engine.stats
-    assert stats.copied_out_bytes == stats.copied_in_bytes == (8 - (num_groups - 1)) * GROUP_BYTES
-    assert bench.meter.peak_bytes == num_groups * GROUP_BYTES
+    assert bench.engine.stats.copied_in_bytes == (8 - (budget - 1)) * GROUP_BYTES
+    budgeted_step(bench, num_groups)
+    assert bench.engine.stats.copied_in_bytes == max(0, num_groups - (budget - 1)) * GROUP_BYTES
+    assert num_groups != 8 or bench.engine.stats.copied_out_bytes == bench.engine.stats.copied_in_bytes
+    assert bench.meter.peak_bytes == budget * GROUP_BYTES
 
 
-class PinningDevice(AdversarialDevice):
-    """Takes so long to issue a copy-out, as where host memory has to be pinned, that all earlier copies complete."""
+def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> None:
+    """What a first layer kept would be spread over memory that stays reserved; from the second on there is a budget."""
+    bench, resident = Bench(None, policy=ResidentLayers(2)), []
+    chunk = bench.start()
+    for number in range(6):
+        chunk.open_group("group", GroupTraits(layer=number // 3))
+        bench.handles[chunk].append(chunk.tensor_push(torch.zeros(GROUP_BYTES, dtype=torch.uint8)))
+        chunk.close_group(ends_layer=number % 3 == 2)
+        bench.device.synchronize_all()
+        resident.append(bench.resident_groups)
+    assert resident == [1, 1, 1, 2, 3, 4]
+    bench.finish()
 
-    def copy_out(self, stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
-        self.synchronize_all()
-        return super().copy_out(stream, copies)
+
+# ---- resets, recalls and the ends of forwards ----
 
 
 def test_after_a_reset_there_is_no_tail() -> None:
@@ -421,6 +442,14 @@ def test_groups_of_the_chunk_itself_stay_for_its_backward() -> None:
     bench.finish()
 
 
+class PinningDevice(AdversarialDevice):
+    """Takes so long to issue a copy-out, as where host memory has to be pinned, that all earlier copies complete."""
+
+    def copy_out(self, stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
+        self.synchronize_all()
+        return super().copy_out(stream, copies)
+
+
 def test_copies_that_complete_while_the_next_one_is_issued_are_released_behind_it() -> None:
     bench = Bench(device=PinningDevice)
     chunk = bench.start(FIRST)
@@ -438,73 +467,3 @@ def test_the_last_forward_of_a_step_ends_too(ends: bool, misses: int) -> None:
     bench.backward(first)
     bench.backward(second)
     assert bench.finish() == misses
-
-
-@pytest.mark.parametrize(
-    "come_to",
-    [
-        lambda bench, chunk: chunk.end_forward(),
-        lambda bench, chunk: bench.engine.start_chunk(SECOND),
-        lambda bench, chunk: chunk.on_group_commit_backward(chunk.groups[0]),
-    ],
-    ids=["the end of the forward", "the next forward", "a backward"],
-)
-def test_they_wait_no_longer_than_to(come_to: Callable[[Bench, ChunkOffloadHandler], object]) -> None:
-    bench = Bench(AT_ONCE, max_inflight_bytes=1 << 20)
-    chunk = bench.start(FIRST)
-    delay(bench, chunk)
-    assert bench.num_copied_out == 0
-    come_to(bench, chunk)
-    assert bench.num_copied_out == 1
-    bench.engine.reset_iteration()
-
-
-@pytest.mark.parametrize("limit", [0, 6])
-def test_at_most_half_of_the_limit_in_flight_is_delayed(limit: int) -> None:
-    """One more, and all are issued; they fit, so compute need not wait for copies that have just begun."""
-    bench = Bench(AT_ONCE, max_inflight_bytes=limit * GROUP_BYTES)
-    chunk = bench.start(FIRST)
-    delay(bench, chunk, limit // 2)
-    assert bench.num_copied_out == 0
-    delay(bench, chunk)
-    assert bench.num_copied_out == limit // 2 + 1
-    assert bench.engine.snapshot().inflight_bytes == (limit // 2 + 1) * GROUP_BYTES * (limit > 0)
-    bench.backward(chunk)
-    bench.finish()
-
-
-@pytest.mark.parametrize("settings", [{"horizon_groups": 3}, {"resident_bytes": GROUP_BYTES}])
-def test_nothing_waits_where_resident_groups_or_bytes_are_counted(settings: dict[str, Any]) -> None:
-    bench = Bench(AT_ONCE, **settings)
-    chunk = bench.start(FIRST)
-    delay(bench, chunk, 2)
-    assert bench.engine.stats.num_offloaded_groups == 2
-    bench.backward(chunk)
-    bench.finish()
-
-
-@pytest.mark.parametrize("num_groups", [1, 6, 16])
-def test_the_budget_holds_where_more_or_less_is_saved_than_expected(num_groups: int) -> None:
-    bench = Bench(None, resident_bytes=5 * GROUP_BYTES)
-    budgeted_step(bench)
-    budgeted_step(bench, "group " * num_groups)
-    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
-    assert bench.engine.stats.copied_in_bytes == max(0, num_groups - 4) * GROUP_BYTES
-
-
-def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> None:
-    """What a first layer kept would be spread over memory that stays reserved; from the second on there is a budget."""
-    device, meter = AdversarialDevice(host_capacity=1 << 16), ResidencyMeter()
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=ResidentLayers(2)), device, meter)
-    engine.begin_iteration()
-    chunk, handles, resident = engine.start_chunk(), [], []
-    for number in range(6):
-        chunk.open_group("group", GroupTraits(layer=number // 3))
-        handles.append(chunk.tensor_push(torch.zeros(GROUP_BYTES, dtype=torch.uint8)))
-        chunk.close_group(ends_layer=number % 3 == 2)
-        device.synchronize_all()
-        resident.append(meter.current_bytes // GROUP_BYTES)
-    assert resident == [1, 1, 1, 2, 3, 4]
-    handles.clear()
-    engine.end_iteration()
-    engine.close()

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step of the real engine: its record is what the counters say, on any device, and costs no result."""
+"""A recorded step of the real engine: its record is what the counters say, on any device, and costs no result.
+
+Each reason why a saved tensor moved or stayed is in it, and profiles show the moves.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from offload_engine import (
     ChunkKey,
@@ -17,17 +24,24 @@ from offload_engine import (
     GroupTraits,
     OffloadConfig,
     OffloadEngine,
+    ResidentBudget,
     group_commit,
-    group_start,
 )
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.chrome_trace import read_records
+from offload_engine._observe.labels import Ranges
 from offload_engine._observe.reasons import Reason
-from offload_engine._observe.record import Awaited
-from offload_engine._saved.storage import TensorGroup
+from offload_engine._observe.record import Awaited, StepRecord
 from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
+from tests.checkpointed import (
+    first_recomputation,  # noqa: F401 (a fixture)
+)
+
+AT_ONCE = FixedBounds(max_inflight_bytes=0)
+LATE = FixedBounds(max_inflight_bytes=1 << 30)
+NUMEL = 1024
 
 
 def train(engine: OffloadEngine, model: Any) -> float:
@@ -38,7 +52,7 @@ def train(engine: OffloadEngine, model: Any) -> float:
         with chunk.hooks.around_groups():
             for layer in model:
                 x = layer[0](x)
-                x = group_start(x, chunk, name="fc")
+                chunk.open_group("fc")
                 with chunk.saved_tensors_hooks():
                     x = layer[1](x).sin()
                 x = group_commit(x, chunk)
@@ -47,18 +61,15 @@ def train(engine: OffloadEngine, model: Any) -> float:
     return loss.item()
 
 
-def stack() -> torch.nn.ModuleList:
+def stack() -> nn.ModuleList:
     torch.manual_seed(0)
-    return torch.nn.ModuleList(
-        torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 256)) for _ in range(4)
-    )
+    return nn.ModuleList(nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256)) for _ in range(4))
 
 
 @pytest.mark.parametrize("make_device", [lambda: CpuDevice("none"), AdversarialDevice])
 def test_the_record_agrees_with_the_counters(make_device: Callable[[], Any], tmp_path: Path) -> None:
     model, engine = stack(), OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=make_device())
     plain = train(engine, model)
-    assert "record a step" not in engine.report() and "groups offloaded" in engine.report()
     engine.record(tmp_path / "step{step}.json.gz")
     assert train(engine, model) == plain
     record, stats = engine.last_record, engine.stats
@@ -77,28 +88,25 @@ def test_the_record_agrees_with_the_counters(make_device: Callable[[], Any], tmp
     reasons = {saved.reason for saved in record.saved}
     assert {Reason.MOVED, Reason.WEIGHT, Reason.TOO_SMALL, Reason.NOT_ASKED} <= reasons
     assert {s.residency for s in record.stages} == {"packed", "copying out", "on host", "copying in", "used"}
-    assert "fc" in engine.report() and train(engine, model) == plain
-    engine.close()
-    assert read_records(tmp_path / "step1.json.gz") == [record]
-
-
-def test_a_step_that_raises_leaves_the_record_before(tmp_path: Path) -> None:
-    engine, model = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=CpuDevice("none")), stack()
-    engine.record()
-    train(engine, model)
-    engine.record(tmp_path / "step.json")
+    engine.record(tmp_path / "of a step that raises.json")
     with pytest.raises(ZeroDivisionError), engine.iteration():
         _ = 1 // 0
-    train(engine, model)
-    assert engine.last_record is not None and engine.last_record.step == 0
+    assert train(engine, model) == plain and engine.last_record is record and "fc" in engine.report()
     engine.close()
-    assert not list(tmp_path.iterdir()) and "Saved tensors" in engine.report()
+    assert read_records(tmp_path / "step1.json.gz") == [record] and len(list(tmp_path.iterdir())) == 1
 
 
-def save(chunk: ChunkOffloadHandler, numel: int = 64, **traits: bool) -> tuple[TensorGroup | None, Any]:
+def save(chunk: ChunkOffloadHandler, *tensors: torch.Tensor, **traits: bool) -> tuple[Any, list[Any]]:
+    """Save tensors in one group; return it, and their handles."""
     chunk.open_group("attention", GroupTraits(**traits))
-    handle = chunk.tensor_push(torch.ones(numel))
-    return chunk.close_group(), handle
+    handles = [chunk.tensor_push(tensor) for tensor in tensors]
+    return chunk.close_group(), handles
+
+
+def recording_engine(**settings: Any) -> OffloadEngine:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), AdversarialDevice())
+    engine.record()
+    return engine
 
 
 def moves_of(engine: OffloadEngine) -> list[tuple[str, str]]:
@@ -106,60 +114,26 @@ def moves_of(engine: OffloadEngine) -> list[tuple[str, str]]:
     return [(move.boundary, f"{move.op.value} {move.group} {move.nbytes}") for move in engine.last_record.moves]
 
 
-def test_what_is_recalled_is_a_move_and_is_not_released() -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    engine.record()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        group, handle = save(chunk)
-        chunk.recall_groups()
-        chunk.on_group_commit_backward(group)
-        chunk.tensor_pop(handle)
-        del handle
-    assert moves_of(engine) == [("F0.0:0", "OUT 0.0:0 256"), ("B0.0:turn", "IN 0.0:0 256")]
-
-
-def test_what_no_policy_brought_back_is_a_move_too() -> None:
-    config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(horizon_bytes=0, max_inflight_bytes=0))
-    engine = OffloadEngine(config, AdversarialDevice())
-    engine.record()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        save(chunk)
-        group, handle = save(chunk)
-        chunk.on_group_commit_backward(group)
-        chunk.tensor_pop(handle)
-        _, handle = save(chunk, numel=32)
-        chunk.tensor_pop(handle)  # its backward has not begun
-        del handle
-    moves = [f"{op} 0.0:2 128" for op in ("OUT", "DROP", "IN")]
-    assert [move for move in moves_of(engine) if " 0.0:2 " in move[1]] == [("F0.0:2", move) for move in moves]
-
-
 def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    engine.record()
+    engine = recording_engine()
     with engine.iteration():
         chunk = engine.start_chunk()
-        _, handle = save(chunk, keep=True)
+        _, handles = save(chunk, torch.ones(64), keep=True)
         assert engine.stats.num_kept_groups == 1
         for _ in range(2):
             chunk.offload_kept_groups("attention")
             assert engine.stats.num_kept_groups == engine.stats.kept_bytes == 0
-        del handle
+        del handles
     assert ("F0.0:0/unkeep", "OUT 0.0:0 256") in moves_of(engine)
     assert engine.last_record is not None and engine.last_record.saved[0].reason is not Reason.KEPT
 
 
 def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
     """As cached rotary embeddings, by each microbatch: the bytes on the device are no longer those that were saved."""
-    shared = torch.full((256,), 3.0)
+    shared, weight = torch.full((256,), 3.0), torch.ones(256, requires_grad=True)
     actions = parse_actions("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2")
-    released_at_once = FixedBounds(max_inflight_bytes=0)
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none", policy=released_at_once))
+    engine = recording_engine(policy=AT_ONCE)
     losses: dict[ChunkKey, torch.Tensor] = {}
-    weight = torch.ones(256, requires_grad=True)
-    engine.record()
     with engine.iteration(actions):
         for kind, key in actions:
             if kind == "B":
@@ -172,24 +146,170 @@ def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
             losses[key] = group_commit(y, chunk).sum()
             chunk.end_forward()
     assert weight.grad is not None and weight.grad.tolist() == [9.0] * 256
-    engine.close()
 
 
 def test_a_release_is_recorded_with_its_own_bytes_alone() -> None:
     """The second group shares a storage that the first has taken to the host before."""
-    config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0))
-    engine = OffloadEngine(config, device=AdversarialDevice())
-    engine.record()
-    shared, own = torch.zeros(64), torch.zeros(16)
+    engine, shared, own = recording_engine(policy=AT_ONCE), torch.zeros(64), torch.zeros(16)
     with engine.iteration():
         chunk = engine.start_chunk()
-        handles = []
-        for tensors in ([shared], [shared, own]):
-            chunk.open_group("fc")
-            handles += [chunk.tensor_push(tensor) for tensor in tensors]
-            chunk.close_group()
+        handles = [save(chunk, shared), save(chunk, shared, own)]
         chunk.end_forward()
         del handles
-    record = engine.last_record
-    assert record is not None
-    assert [move.nbytes for move in record.moves if move.op is DROP] == [256, 64]
+    assert [move for _, move in moves_of(engine) if "DROP" in move] == ["DROP 0.0:0 256", "DROP 0.0:1 64"]
+
+
+# ---- reasons ----
+
+Save = Callable[[OffloadEngine, ChunkOffloadHandler], Any]
+
+
+def in_group(tensor: torch.Tensor, chunk: ChunkOffloadHandler, *, keep: bool = False, writes: bool = False) -> Any:
+    chunk.open_group("attention", GroupTraits(keep=keep))
+    handle = chunk.hooks.pack(tensor)
+    if writes:
+        tensor.add_(1)
+    chunk.close_group()
+    return handle
+
+
+def moved(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
+    return in_group(torch.ones(NUMEL), chunk)
+
+
+def recalled(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
+    handle = moved(engine, chunk)
+    chunk.recall_groups()
+    return handle
+
+
+def held_by_more_than_declared(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
+    tensor = torch.ones(NUMEL)
+    other = tensor.detach()
+    handle = in_group(tensor, chunk)
+    engine.held_elsewhere(tensor)
+    return handle, tensor, other
+
+
+def modified_behind_its_commit(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
+    tensor = torch.ones(NUMEL)
+    handle = in_group(tensor, chunk)
+    tensor.add_(1)
+    return handle
+
+
+def excluded(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
+    tensor = torch.ones(NUMEL)
+    engine.exclude(tensor)
+    return in_group(tensor, chunk)
+
+
+CASES: list[tuple[Save, Reason, dict[str, Any]]] = [
+    (moved, Reason.MOVED, {}),
+    (recalled, Reason.RECALLED, {"policy": LATE}),
+    (lambda engine, chunk: in_group(torch.ones(NUMEL), chunk, keep=True), Reason.KEPT, {}),
+    (moved, Reason.FITS, {"policy": ResidentBudget(1 << 30)}),
+    (moved, Reason.DRY_RUN, {"dry_run": True}),
+    (moved, Reason.NO_ROOM, {"host_limit_bytes": 2 * NUMEL, "min_tensor_bytes": NUMEL}),
+    (lambda engine, chunk: chunk.hooks.pack_ungrouped(torch.ones(NUMEL)), Reason.NOT_ASKED, {}),
+    (held_by_more_than_declared, Reason.SHARED, {"policy": LATE}),
+    (lambda engine, chunk: in_group(torch.ones(NUMEL), chunk, writes=True), Reason.MODIFIED, {}),
+    (modified_behind_its_commit, Reason.MODIFIED, {"policy": LATE}),
+    (excluded, Reason.EXCLUDED, {}),
+]
+
+
+def record_of(save: Save, **settings: Any) -> StepRecord:
+    """Record the second step of one group; in the first a policy learns sizes."""
+    engine = OffloadEngine(OffloadConfig(**{"min_tensor_bytes": 1024, **settings}), AdversarialDevice())
+    for step in range(2):
+        if step:
+            engine.record()
+        with engine.iteration():
+            chunk = engine.start_chunk(has_head=True)
+            held = save(engine, chunk)
+            chunk.begin_head()  # releases what is being copied out
+            chunk.on_group_commit_backward()
+            del held
+    assert engine.last_record is not None
+    return engine.last_record
+
+
+@pytest.mark.parametrize(("save", "reason", "settings"), CASES)
+def test_reason_of_a_storage_that_might_have_moved(save: Save, reason: Reason, settings: dict[str, Any]) -> None:
+    (saved,) = record_of(save, **settings).saved
+    assert (saved.reason, saved.shape, saved.dtype, saved.nbytes) == (reason, (NUMEL,), "float32", 4 * NUMEL)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def marked() -> torch.Tensor:
+    tensor = torch.zeros(512)
+    tensor._TE_do_not_offload = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and still there to be met
+        return torch.quantize_per_tensor(torch.zeros(2048), 0.1, 0, torch.quint8)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.zeros(3), Reason.TOO_SMALL),
+        (lambda: nn.Parameter(torch.zeros(512)), Reason.WEIGHT),
+        (lambda: nn.Parameter(torch.zeros(512)).view(8, 64).t(), Reason.WEIGHT),
+        (marked, Reason.EXCLUDED),
+        (lambda: torch.zeros(512, device="meta"), Reason.OTHER_DEVICE),
+        (lambda: torch.zeros(512).as_subclass(Subclass), Reason.TYPE),
+        (lambda: torch.zeros(512).to_sparse(), Reason.NOT_STRIDED),
+        (quantized, Reason.FORM),
+        (lambda: torch._efficientzerotensor(512), Reason.FORM),
+    ],
+)
+def test_reason_of_a_tensor_that_may_not_move(make: Callable[[], torch.Tensor], reason: Reason) -> None:
+    saved = record_of(lambda engine, chunk: in_group(make(), chunk)).saved[0]
+    assert (saved.reason, saved.shape) == (reason, tuple(make().shape))
+
+
+def test_hooks_on_modules_are_there_from_the_request_to_the_end_of_its_step_or_of_the_engine() -> None:
+    hooks = nn.modules.module._global_forward_pre_hooks
+    num_before, engine = len(hooks), OffloadEngine(device=CpuDevice("none"))
+    for _ in range(2):
+        engine.record()
+        engine.record()
+        assert len(hooks) == num_before + 1
+        with engine.iteration():
+            pass
+        assert len(hooks) == num_before
+    engine.record()
+    engine.close()
+    assert len(hooks) == num_before
+
+
+# ---- ranges in profiles ----
+
+
+def test_a_profile_shows_the_moves_and_the_wait_of_each_group(device: AdversarialDevice) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=AT_ONCE), device)
+    with torch.profiler.profile() as profile, engine.iteration():
+        chunk = engine.start_chunk()
+        group, handles = save(chunk, torch.ones(64))
+        chunk.on_group_commit_backward(group)
+        chunk.tensor_pop(handles.pop())
+    labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
+    assert labels <= {event.key for event in profile.key_averages()}
+
+
+def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:
+    nvtx, group = mock.Mock(), SimpleNamespace(chunk=ChunkKey(1, 3), name="core_attn")
+    with mock.patch.object(torch.cuda, "nvtx", nvtx):
+        with Ranges().around(OUT, group):
+            pass
+        assert not nvtx.mock_calls
+        with pytest.raises(ValueError), Ranges(is_nvtx_on=True).around("wait", group):
+            raise ValueError
+    assert nvtx.mock_calls == [mock.call.range_push("Offload::wait (c1 m3 core_attn)"), mock.call.range_pop()]

@@ -89,26 +89,18 @@ def test_cuda_marks_are_events_with_timing_of_their_own(cuda: CudaRuntime, runti
 
 @needs_compiler
 @replaces_constant
-def test_cuda_waits_for_both_marks_and_asks_for_the_time_between(cuda: CudaRuntime, runtime: Any) -> None:  # noqa: F811
-    first, last = cuda.mark_time(STREAM), cuda.mark_time(STREAM + 8)
-    with having(runtime, "pending", 2), having(runtime, "num_synchronized", 0):
-        assert cuda.milliseconds_between(first, last) == 1.5
-        assert number(runtime, "num_synchronized").value == 2
-    assert last_call(runtime)[:3] == (10, first.handle, last.handle)
-
-
-@needs_compiler
-@replaces_constant
-def test_another_thread_asks_on_the_device_of_the_marks(
+def test_cuda_waits_for_both_marks_and_asks_for_the_time_between_on_their_device(
     cuda: CudaRuntime,
     runtime: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new thread is on device 0, where its first call would make a context."""
-    mark, device = cuda.mark_time(STREAM), mock.Mock(return_value=nullcontext())
+    first, last, device = cuda.mark_time(STREAM), cuda.mark_time(STREAM + 8), mock.Mock(return_value=nullcontext())
     monkeypatch.setattr(torch.cuda, "device", device)
-    cuda.milliseconds_between(mark, mark)
-    assert not device.mock_calls
+    with having(runtime, "pending", 2), having(runtime, "num_synchronized", 0):
+        assert cuda.milliseconds_between(first, last) == 1.5
+        assert number(runtime, "num_synchronized").value == 2
+    assert last_call(runtime)[:3] == (10, first.handle, last.handle) and not device.mock_calls
     monkeypatch.setattr(cuda_runtime, "_current_device", lambda: 1)
-    cuda.milliseconds_between(mark, mark)
+    cuda.milliseconds_between(first, first)
     device.assert_called_once_with(torch.device("cuda", 0))

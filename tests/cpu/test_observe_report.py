@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of recorded steps: sums, folding, why a tensor stayed, the moves, and the command."""
+"""Recorded steps for readers: tables, the command, Chrome traces, and the tables of all ranks."""
 
 from __future__ import annotations
 
 import gzip
+import json
+import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from offload_engine._observe.chrome_trace import write_trace
+from offload_engine._observe.chrome_trace import merge, read_records, write_trace
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     Awaited,
@@ -24,6 +29,7 @@ from offload_engine._observe.record import (
 )
 from offload_engine._observe.report import moves_text, report_table, why_text
 from offload_engine.planning.moves import DROP, IN, OUT
+from offload_engine.rank_reports import RankReports
 from offload_engine.report import main
 
 MIB = 1 << 20
@@ -89,18 +95,13 @@ def test_the_report_has_both_tables_and_shows_the_worst_of_ranks_with_the_same_s
     assert cells_of(total)[4:] == ["8", "6.0", "2.0", "0.0", "not asked for 2.0", "3.0"]
     link = ["0, 3", "1", "20.0", "11.4", "0.4", "50%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
     assert cells_of(lines[-2]) == link
-    assert report_table([]) == "no step was recorded\n"
 
 
 # ---- the command ----
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    return [str(write_trace(a_step(rank), tmp_path / f"rank{rank}.json.gz")) for rank in range(2)]
-
-
-def test_the_command_gathers_files(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_gathers_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(write_trace(a_step(rank), tmp_path / f"rank{rank}.json.gz")) for rank in range(2)]
     for arguments, expected in (
         (files, report_table([a_step(0), a_step(1)])),
         ([*files, "--rank", "1"], report_table([a_step(1)])),
@@ -109,30 +110,27 @@ def test_the_command_gathers_files(files: list[str], capsys: pytest.CaptureFixtu
     ):
         assert main(arguments) == 0
         assert capsys.readouterr().out == expected
+    both = tmp_path / "both.json"
+    assert main([*files, "--merge", str(both)]) == 0 and len(read_records(both)) == 2
+    capsys.readouterr()
     for wrong, message in (
         (["--rank", "7"], "no step of rank 7: the files have ranks 0, 1"),
         (["--why", "("], "--why (: not a regular expression: missing ), unterminated"),
     ):
         assert main([*files, *wrong]) == 1
-        captured = capsys.readouterr()
-        assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
-
-
-NOT_JSON = "is not a trace: not complete, or not JSON"
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("cut.json", b'{"traceEvents": [', NOT_JSON),
+        ("cut.json", b'{"traceEvents": [', "is not a trace: not complete, or not JSON"),
         ("list.json", b"[1, 2]", "expected a JSON object, got a list"),
-        ("plain.json.gz", b"{}", NOT_JSON),
-        ("cut.json.gz", gzip.compress(b"{}" * 999, mtime=0)[:20], NOT_JSON),
+        ("cut.json.gz", gzip.compress(b"{}" * 999, mtime=0)[:20], "is not a trace: not complete, or not JSON"),
         ("profile.json", b'{"traceEvents": []}', "has no recorded step: expected a file of engine.record(FILE)"),
         ("damaged.json", b'{"offloadEngineSteps": [{"version": 1}]}', "it is damaged"),
         ("other.json", b'{"offloadEngineSteps": [{"version": 0}]}', "a recorded step of version 0, expected 1"),
         ("missing.json", None, "No such file"),
-        (".", None, "Is a directory"),
     ],
 )
 def test_a_file_that_is_no_recording_is_named(
@@ -141,8 +139,77 @@ def test_a_file_that_is_no_recording_is_named(
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    merges = ["--merge", str(tmp_path / "both.json")]
-    for arguments in ([], merges) if content is not None and b"Steps" not in content else ([],):
-        assert main([str(path), *arguments]) == 1
-        error = capsys.readouterr().err
-        assert str(path) in error and (arguments or message in error) and error.count("\n") == 1
+    assert main([str(path)]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error and message in error and error.count("\n") == 1
+
+
+# ---- traces ----
+
+_PHASES = {
+    "X": {"ts", "dur", "tid", "name"},
+    "C": {"ts", "name", "args"},
+    "i": {"ts", "tid", "name", "s"},
+    "M": {"name", "args"},
+}
+
+
+def check_schema(events: list[dict[str, Any]]) -> None:
+    """Check the fields that Perfetto needs in the events of one process."""
+    named = {event["tid"] for event in events if event["name"] == "thread_name"}
+    rest = [event for event in events if event["ph"] != "M"]
+    tracks = defaultdict(list)
+    for event in events:
+        assert _PHASES[event["ph"]] <= event.keys() and isinstance(event["pid"], int)
+    for event in rest:
+        assert event["ph"] == "C" or event["tid"] in named
+        if event["ph"] == "X":
+            tracks[event["tid"]].append(event)
+    assert [event["ts"] for event in rest] == sorted(event["ts"] for event in rest)
+    for slices in tracks.values():
+        for one, other in zip(slices, slices[1:], strict=False):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, "slices of one track overlap"
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_file_has_valid_events_and_the_records(name: str, tmp_path: Path) -> None:
+    records = [a_step(0), a_step(1)]
+    path = write_trace(records, tmp_path / name)
+    assert read_records(path) == records
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events = json.loads(content)["traceEvents"]
+    pids = {event["pid"] for event in events}
+    assert len(pids) == 2
+    for pid in pids:
+        check_schema([event for event in events if event["pid"] == pid])
+
+
+def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> None:
+    """A range of the profiler and a copy of the record, at one moment, are at one moment of the merged trace."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.zeros(3)
+        begin = time.time_ns()
+        with torch.profiler.record_function("at that moment"):
+            time.sleep(0.005)
+    theirs = tmp_path / "profile.json.gz"
+    profile.export_chrome_trace(str(theirs))
+    record = replace(a_step(), begin_unix_ns=begin, copies=(CopyRecord(OUT, "1.0:0", MIB, 0.0, 0.0, 5.0),))
+    merged = merge([write_trace(record, tmp_path / "ours.json.gz"), theirs], tmp_path / "merged.json")
+    events = json.loads(merged.read_text())["traceEvents"]
+    (span,) = [event for event in events if event["name"] == "at that moment"]
+    (copy,) = [event for event in events if event["name"] == "attn 1.0:0" and event.get("cat") == "offload"]
+    assert abs(span["ts"] - copy["ts"]) < 2000, "microseconds"
+    assert read_records(merged) == [record]
+    (other := tmp_path / "other.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match="baseTimeNanoseconds"):
+        merge([merged, other], tmp_path / "both.json")
+
+
+# ---- of all ranks, which tests/dist/test_second_step.py gathers ----
+
+
+def test_without_a_process_group_there_is_one_rank() -> None:
+    for record, table in ((a_step(), report_table([a_step()])), (None, "")):
+        reports = RankReports("x")
+        reports.announce()
+        assert reports.share(record) and reports.table() == table

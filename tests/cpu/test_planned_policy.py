@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that follows a plan: the moves of the reactive ones without a budget, fewer waits with one."""
+"""The policy that follows a plan: the moves of the reactive ones without a budget, fewer waits with one; and shares."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, LowestPeak, OffloadConfig, OffloadEngine, Planned
+from offload_engine import (
+    ChunkKey,
+    ChunkOffloadHandler,
+    GroupTraits,
+    LowestPeak,
+    OffloadConfig,
+    OffloadEngine,
+    Planned,
+    ResidentBudget,
+)
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import DROP
 from offload_engine.planning.plan import format_plan, validate_plan
 from offload_engine.planning.simulate import PipelineJob
-from offload_engine.policies import PolicySettings
 from offload_engine.schedule import Action, backward_at_once, no_pipelining, one_forward_one_backward, parse_actions
 from tests.adversarial import AdversarialDevice
 from tests.dense_jobs import ALL, DEEP, MOST, ONE_RANK, dense_job, with_bounds
@@ -32,10 +40,10 @@ Save = Callable[[OffloadEngine, ChunkOffloadHandler], list[object]]
 class Bench:
     """Chunks of groups that are equal, but for those named `large`, on a device that delays copies until a wait."""
 
-    def __init__(self, policy: PolicySettings | None = None, /, **bounds: int) -> None:
+    def __init__(self, config: OffloadConfig | None = None, /, **bounds: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
-        config = OffloadConfig(min_tensor_bytes=0, policy=policy or Planned(**bounds))
-        self.engine = OffloadEngine(config, self.device)
+        config = config or OffloadConfig(policy=Planned(**bounds))
+        self.engine = OffloadEngine(config.replace(min_tensor_bytes=0), self.device)
 
     def step(self, actions: Sequence[Action], save: str | Save = "a b a b") -> None:
         """Run a step whose chunks save as `save` does, or groups of the names in it."""
@@ -81,6 +89,16 @@ def save_group(
 
 
 PIPELINE = one_forward_one_backward(2, 0, 4)
+
+
+def learned() -> Bench:
+    """Return a bench whose next step like these two has a plan."""
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    return bench
+
+
 KEPT, DELAYED = GroupTraits(keep=True), GroupTraits(may_delay=True)
 JOBS = {
     "five names": dense_job(MOST),
@@ -104,7 +122,7 @@ def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: PipelineJob
 
 
 def test_a_step_without_a_plan_is_that_of_the_reactive_policy() -> None:
-    planned, reactive = Bench(), Bench(LowestPeak())
+    planned, reactive = Bench(), Bench(OffloadConfig(policy=LowestPeak()))
     for bench in (planned, reactive):
         bench.step(PIPELINE)
     assert planned.engine.plan is None and planned.engine.stats == reactive.engine.stats
@@ -138,32 +156,27 @@ def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_
 
 @pytest.mark.parametrize("names", ["a c a b", "a b a", "a b a b b", "a large a b"])
 def test_a_chunk_that_differs_goes_on_without_the_plan_and_is_counted(names: str) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+    bench = learned()
     bench.step(PIPELINE, names)
     assert (bench.engine.stats.num_unplanned_groups > 0) == (len(names.split()) >= 4)
     assert 0 < bench.engine.stats.copied_in_bytes <= bench.engine.stats.copied_out_bytes
 
 
-@pytest.mark.parametrize(("more_bytes", "num_unplanned"), [(GROUP_BYTES // 8, 0), (GROUP_BYTES // 8 + 1, 1)])
-def test_a_group_may_have_an_eighth_more_than_planned(more_bytes: int, num_unplanned: int) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+@pytest.mark.parametrize(
+    ("key", "nbytes", "num_unplanned"),
+    [
+        (PIPELINE[0].chunk, GROUP_BYTES + GROUP_BYTES // 8, 0),  # a group may have an eighth more than planned
+        (PIPELINE[0].chunk, GROUP_BYTES + GROUP_BYTES // 8 + 1, 1),
+        (ChunkKey(1, 0), GROUP_BYTES, 1),  # chunks that the schedule does not have
+        (ChunkKey(0, 99), GROUP_BYTES, 1),
+    ],
+)
+def test_a_group_or_a_chunk_that_the_plan_does_not_have(key: ChunkKey, nbytes: int, num_unplanned: int) -> None:
+    bench = learned()
     with bench.engine.iteration(PIPELINE):
-        save_group(bench.engine.start_chunk(PIPELINE[0].chunk), "a", 0, nbytes=GROUP_BYTES + more_bytes)
-    assert bench.engine.stats.num_unplanned_groups == num_unplanned
-
-
-@pytest.mark.parametrize("key", [ChunkKey(1, 0), ChunkKey(0, 99)], ids=["stage", "microbatch"])
-def test_a_chunk_that_the_schedule_does_not_have_goes_without_the_plan(key: ChunkKey) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
-    with bench.engine.iteration(PIPELINE):
-        handle = save_group(bench.engine.start_chunk(key), "a", 0)
-        assert (bench.engine.stats.num_unplanned_groups, bench.engine.stats.num_offloaded_groups) == (1, 1)
+        handle = save_group(bench.engine.start_chunk(key), "a", 0, nbytes=nbytes)
+        stats = bench.engine.stats
+        assert (stats.num_unplanned_groups, stats.num_offloaded_groups) == (num_unplanned, 1)
         del handle
 
 
@@ -172,9 +185,7 @@ def test_of_a_chunk_that_differs_one_group_comes_back_ahead_of_the_backward(
     are_released: bool, num_copied_in: int
 ) -> None:
     """It is copied in or recalled, and the groups behind it are left alone, as are those that have been read."""
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+    bench = learned()
     copied = bench.device.num_copies["in"]
     with bench.engine.iteration(PIPELINE):
         chunk, names = bench.engine.start_chunk(PIPELINE[0].chunk), "c b a b".split()
@@ -315,9 +326,7 @@ def test_a_recorded_step_makes_the_moves_of_its_plan_at_their_boundaries(actions
 @pytest.mark.parametrize("order", ["", "F0.0 F0.1", "F0.0 F0.1 F0.2 F0.3"])
 @pytest.mark.parametrize("saves", [False, True])
 def test_an_evaluation_in_between_changes_no_plan(order: str, saves: bool) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.step(PIPELINE)
+    bench = learned()
     plan = bench.engine.plan
     assert plan is not None
     actions = parse_actions(order)
@@ -370,3 +379,80 @@ def test_chunks_that_differ_in_more_than_bytes_have_no_plan_until_they_are_equal
     for names in ("a b", "a b", "a c", "a c"):
         bench.step(PIPELINE, names)
     bench.check_planned()
+
+
+# ---- a share of what each chunk saves leaves, in the order of its forward ----
+
+SIZES = [4, 2, 1, 1]  # KiB that the groups of a chunk save
+
+
+def sizes_that_leave(bench: Bench, num_waiting: int = 1, sizes: Sequence[int] = SIZES) -> list[int]:
+    """Run a step; return the sizes, in KiB, of the groups that leave in its first chunk."""
+    left: list[int] = []
+
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        handles = [save_group(chunk, "a", i, GroupTraits(layer=i), nbytes=kib << 10) for i, kib in enumerate(sizes)]
+        if chunk.key.microbatch == 0:
+            groups = zip(chunk.groups, sizes, strict=True)
+            left.extend(kib for group, kib in groups if group.leaving_bytes + group.on_host_bytes)
+        return handles
+
+    bench.step(one_forward_one_backward(num_waiting, 0, 4) if num_waiting > 1 else no_pipelining(4), save)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_waiting", "leaving"),
+    [
+        ({"fraction": 0.9}, 1, [4, 2, 1]),
+        ({"fraction": 0.75}, 1, [4, 2]),
+        ({"fraction": 0.74}, 1, [4]),
+        ({"fraction": 0.0}, 1, []),
+        # Bytes that stay are shared by the chunks that wait.
+        ({"kept_bytes": 2 << 10}, 1, [4, 2]),
+        ({"kept_bytes": 2 << 10}, 2, [4, 2, 1]),
+        ({"kept_bytes": 4 << 10}, 2, [4, 2]),
+        ({"kept_bytes": 99 << 10}, 1, []),
+    ],
+)
+def test_a_share_leaves_from_the_second_step_on(settings: dict[str, Any], num_waiting: int, leaving: list[int]) -> None:
+    bench = Bench(OffloadConfig(**settings))
+    assert [sizes_that_leave(bench, num_waiting) for _ in range(3)] == [SIZES, leaving, leaving]
+
+
+def test_a_fraction_is_of_what_the_step_before_has_saved_unless_that_raised() -> None:
+    bench = Bench(OffloadConfig(fraction=0.5))
+    sizes_that_leave(bench)
+    with pytest.raises(ZeroDivisionError), bench.engine.iteration(no_pipelining(1)):
+        save_group(bench.engine.start_chunk(), "a", 0)
+        raise ZeroDivisionError
+    assert sizes_that_leave(bench) == [4]
+    assert sizes_that_leave(bench, sizes=[1, 1, 1, 1]) == [1, 1, 1, 1]
+    assert sizes_that_leave(bench, sizes=[1, 1, 1, 1]) == [1, 1]
+
+
+def test_a_group_may_have_a_threshold_of_its_own() -> None:
+    bench = Bench()
+    with bench.engine.iteration(no_pipelining(1)):
+        chunk = bench.engine.start_chunk()
+        for least in (0, 256, 257):
+            chunk.open_group("group", GroupTraits(min_bytes=least))
+            chunk.hooks.unpack(chunk.hooks.pack(torch.ones(256, dtype=torch.uint8)))
+            chunk.close_group()
+        assert [group.nbytes for group in chunk.groups] == [256, 256, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fraction": 1.5}, "fraction must be from 0 to 1, got 1.5"),
+        ({"kept_bytes": -1}, "kept_bytes must not be negative"),
+        ({"fraction": "half"}, "fraction must be a number"),
+        ({"fraction": 0.5, "policy": ResidentBudget(1)}, "fraction=0.5 and policy=.* both decide what stays"),
+        ({"kept_bytes": 7, "policy": Planned()}, "kept_bytes=7 and policy=.* both decide what stays"),
+        ({"fraction": 0.5, "gpu_budget": 1}, "fraction=0.5 and gpu_budget=1 both decide"),
+    ],
+)
+def test_bad_shares_are_rejected(settings: dict[str, object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        OffloadConfig(**settings)  # type: ignore[arg-type]

@@ -4,26 +4,24 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload_engine import (
     CheckpointOffload,
+    ChunkOffloadHandler,
     OffloadConfig,
     OffloadEngine,
-    ResidencyMeter,
     enable_activation_offloading,
-    group_commit,
     manage_activations,
 )
 from tests.adversarial import AdversarialDevice
+from tests.engine_state import release_all
 from tests.lookups import import_or_skip
 
 SHAPE = (16, 32)
@@ -139,79 +137,45 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
     return [part for part in parts if part is not None]
 
 
-class _Quantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return make((source * 100).to(torch.uint8))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    yield engine
+    engine.close()
+    assert not engine.device.hazards  # type: ignore[attr-defined]
 
 
-class _Multiply(torch.autograd.Function):
-    """Saves two quantized tensors whole, and notes what comes back, part by part."""
-
-    @staticmethod
-    def forward(ctx: Any, activation: Any, weight: Any, seen: list[Any]) -> torch.Tensor:
-        ctx.save_for_backward(activation, weight)
-        ctx.seen = seen
-        return _parts(activation)[0].float().clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        activation, weight = ctx.saved_tensors
-        parts = _parts(activation)
-        ctx.seen += [type(activation), weight, [part.clone() for part in parts]]
-        return grads[0] * parts[0].float() * _parts(weight)[0].float(), None, None
-
-
-def _run(engine: OffloadEngine, source: torch.Tensor, weight: torch.Tensor, make: Any) -> list[Any]:
-    """Return the gradient of `source`, twice through one retained graph; what backward saw goes in front of it."""
-    seen: list[Any] = []
-    chunk = engine.start_chunk()
-    activation = _Quantize.apply(source, make)
+def _save(chunk: ChunkOffloadHandler, tensor: torch.Tensor) -> Any:
     chunk.open_group("linear")
-    with chunk.saved_tensors_hooks():
-        output = _Multiply.apply(activation, weight, seen)
-    output = group_commit(output, chunk)
-    del activation
-    chunk.open_group("next")
-    with chunk.saved_tensors_hooks():
-        output = output.sin()
-    output = group_commit(output, chunk)  # releases what came before
-    for _ in range(2):
-        seen += torch.autograd.grad(output.sum(), source, retain_graph=True)
-    return seen
+    packed = chunk.hooks.pack(tensor)
+    chunk.close_group()
+    return packed
 
 
 @CLASSES
-@pytest.mark.parametrize("shape", [SHAPE, (2, 8, 32)])
-def test_data_and_scales_move_but_for_matrices_which_may_be_weights(make: Any, shape: tuple[int, ...]) -> None:
-    source = torch.rand(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    weight = make(torch.randint(0, 100, SHAPE if len(shape) == 2 else (8, 32), dtype=torch.uint8))
-    engines = [
-        OffloadEngine(OffloadConfig(min_tensor_bytes=0, dry_run=dry), AdversarialDevice(), ResidencyMeter())
-        for dry in (True, False)
-    ]
-    results = []
-    for engine in engines:
-        with engine.iteration():
-            results.append(_run(engine, source, weight, make))
-        engine.close()
-    plain, moved = results
-    for kind, same, parts, grad in (moved[0:4], moved[4:8]):
-        assert kind is type(weight) and same is weight
-        assert all(map(torch.equal, parts, plain[2])) and len(parts) == len(plain[2]) > 0
-        assert torch.equal(grad, plain[3])
-    parts_bytes = sum(part.nbytes for part in plain[2]) if len(shape) > 2 else 0
-    stats = engines[1].stats
-    output_bytes = 4 * source.numel()  # the next group's
-    assert stats.copied_out_bytes == parts_bytes + output_bytes and stats.num_storages_left == 0
+def test_data_and_scales_move_and_the_same_class_comes_back(make: Any, engine: OffloadEngine) -> None:
+    tensor = make(torch.randint(0, 100, (2, 8, 32), dtype=torch.uint8))
+    kind, parts = type(tensor), [part.clone() for part in _parts(tensor)]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        packed = _save(chunk, tensor)
+        del tensor
+        release_all(engine)
+        for _ in range(2):  # as a retained graph
+            found = chunk.hooks.unpack(packed)
+            assert type(found) is kind and all(map(torch.equal, _parts(found), parts)) and parts
+        del packed, found
+    assert engine.stats.copied_out_bytes == sum(part.nbytes for part in parts)
+    assert engine.stats.num_storages_left == 0
 
 
-def _of_unknown_class(data: torch.Tensor) -> torch.Tensor:
-    return Quantized(data, torch.full((8,), 0.5))
+@CLASSES
+def test_matrices_stay_which_may_be_weights(make: Any, engine: OffloadEngine) -> None:
+    weight = make(torch.randint(0, 100, SHAPE, dtype=torch.uint8))
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        assert chunk.hooks.unpack(_save(chunk, weight)) is weight
+    assert engine.stats.copied_out_bytes == 0
 
 
 class NVFP4Tensor(Quantized):
@@ -222,96 +186,71 @@ class NVFP4Tensor(Quantized):
         raise NotImplementedError(func)
 
 
-def _not_detachable(data: torch.Tensor) -> torch.Tensor:
-    return NVFP4Tensor(data, data)
-
-
-def _of_experts(data: torch.Tensor) -> torch.Tensor:
+def _of_experts() -> torch.Tensor:
     """May be the weights of all experts."""
-    te = import_or_skip("transformer_engine.pytorch.tensor.grouped_tensor")
+    te, data = import_or_skip("transformer_engine.pytorch.tensor.grouped_tensor"), torch.ones(1024, dtype=torch.uint8)
     return te.GroupedTensor((16, 32), torch.float32, num_tensors=2, shapes=[(8, 32)] * 2, data=data)
 
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(_of_unknown_class, "Quantized"), (_not_detachable, "NVFP4Tensor"), (_of_experts, "GroupedTensor")],
+    [
+        (lambda: Quantized(torch.ones(2, *SHAPE), torch.ones(8)), "Quantized"),
+        (lambda: NVFP4Tensor(torch.ones(2, *SHAPE), torch.ones(8)), "NVFP4Tensor"),
+        (_of_experts, "GroupedTensor"),
+    ],
 )
-def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(make: Any, name: str) -> None:
-    data = torch.ones(2, *SHAPE)
-    tensor = make(data.flatten().to(torch.uint8) if name == "GroupedTensor" else data)
-    with pytest.warns(UserWarning, match=f"class {name} stay on the device: what they hold is"):
-        _check_that_it_stays(tensor)
-
-
-def _check_that_it_stays(tensor: torch.Tensor) -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    with engine.iteration():
+def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(
+    make: Callable[[], torch.Tensor], name: str, engine: OffloadEngine
+) -> None:
+    tensor = make()
+    with pytest.warns(UserWarning, match=f"class {name} stay on the device: what they hold is"), engine.iteration():
         chunk = engine.start_chunk()
-        chunk.open_group("linear")
-        assert chunk.hooks.unpack(chunk.hooks.pack(tensor)) is tensor
-        chunk.close_group()
+        assert chunk.hooks.unpack(_save(chunk, tensor)) is tensor
     assert engine.stats.copied_out_bytes == 0
-    engine.close()
 
 
-def test_a_part_modified_after_the_save_is_an_error() -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, dry_run=True), AdversarialDevice())
-    source, data = torch.rand(2, *SHAPE).requires_grad_(), torch.ones(2, *SHAPE, dtype=torch.uint8)
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        with chunk.saved_tensors_hooks():
-            chunk.open_group("linear")
-            quantized = _Quantize.apply(source, lambda _: _quantized(data))
-            output = _Multiply.apply(quantized, _quantized(torch.ones(SHAPE)), [])
-            chunk.close_group()
-        data.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.sum().backward()
-        del output, chunk
-    engine.close()
+class _Multiply(torch.autograd.Function):
+    """Saves a quantized tensor whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(quantized)
+        return x * _parts(quantized)[0].float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * _parts(ctx.saved_tensors[0])[0].float(), None
 
 
 class Linear(nn.Module):
-    """Saves its quantized input whole, as a layer in FP8 does with the output of another."""
+    """Gets an input that was quantized outside, as by the module in front."""
 
-    def __init__(self, call: Any, seen: list[Any]) -> None:
+    def __init__(self, number: int, call: Any) -> None:
         super().__init__()
-        self.call, self.seen = call, seen
-        self.weight = _quantized(torch.ones((1, 32), dtype=torch.uint8))
+        self.quantized, self.call = _quantized(torch.full((2, 8, 32), number, dtype=torch.uint8)), call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.call(lambda a: _Multiply.apply(a, self.weight, self.seen), _Quantize.apply(x, _quantized))
-        return output / 100
-
-
-CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
+        return self.call(_Multiply.apply, x, self.quantized)
 
 
 @pytest.mark.parametrize("front_end", ["any model", "layers", "checkpoints"])
 def test_front_ends_take_them_apart_too(front_end: str) -> None:
-    """A checkpoint's input may be one: quantized outside, as by the module in front."""
-    seen: list[Any] = []
-    checkpoints = CheckpointOffload(CONFIG)
-    calls = [operator.call, operator.call]
-    if front_end == "checkpoints":
-        calls = [partial(call, use_reentrant=False) for call in (torch_checkpoint, checkpoints.checkpoint)]
-    plain, model = (nn.Sequential(*(Linear(call, seen) for _ in range(6))) for call in calls)
-    source = torch.rand((2, 8, 32), generator=torch.Generator().manual_seed(1)).requires_grad_()
-    expected = torch.autograd.grad(plain(source).sum(), source)[0]
-    handle: Any = checkpoints
+    config = OffloadConfig(min_tensor_bytes=0, directory="none")
+    handle: Any = CheckpointOffload(config)
+    model = nn.Sequential(
+        *(Linear(number, handle.checkpoint if front_end == "checkpoints" else operator.call) for number in (2, 3, 5, 7))
+    )
     if front_end == "layers":
-        handle = enable_activation_offloading(model, layers=list(model), config=CONFIG)
+        handle = enable_activation_offloading(model, layers=list(model), config=config)
     elif front_end == "any model":
-        handle = manage_activations(model, group_bytes=1024, config=CONFIG)
+        handle = manage_activations(model, group_bytes=1024, config=config)
+    source = torch.ones(2, 8, 32, requires_grad=True)
     with handle if front_end == "any model" else nullcontext():
         output = model(source)
-    assert torch.equal(torch.autograd.grad(output.sum(), source)[0], expected)
-    half = len(seen) // 2
-    for before, after in zip(seen[2:half:3], seen[half + 2 :: 3], strict=True):
-        assert all(map(torch.equal, before, after)) and len(before) == len(after)
-    weights = [layer.weight for layer in reversed(model)]
-    assert all(map(operator.is_, seen[half + 1 :: 3], weights)), "the same objects"
-    own_bytes = sum(part.nbytes for part in seen[2])
+    output.sum().backward()
+    assert source.grad is not None and (source.grad == 2 * 3 * 5 * 7).all()
+    own_bytes = sum(part.nbytes for part in _parts(_quantized(torch.ones(2, 8, 32, dtype=torch.uint8))))
     assert handle.stats.copied_out_bytes >= 2 * own_bytes, "those of some layers stay: their backward is next"
     assert handle.stats.num_storages_left == 0
     handle.engine.close()

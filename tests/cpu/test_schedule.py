@@ -128,13 +128,6 @@ def test_parse_is_the_inverse_of_format(actions: list[Action]) -> None:
     assert parse_actions(format_actions(actions)) == actions
 
 
-@settings(deadline=None, derandomize=True, database=None)
-@given(st.text(alphabet="FB01.9 \n", max_size=12))
-def test_format_is_the_inverse_of_parse(text: str) -> None:
-    with contextlib.suppress(ValueError):
-        assert format_actions(parse_actions(text)) == " ".join(text.split())
-
-
 @pytest.mark.parametrize(
     "text, message",
     [

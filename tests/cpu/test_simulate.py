@@ -7,10 +7,10 @@ import pytest
 
 from offload_engine.planning.clocks import Clocks, Link
 from offload_engine.planning.host_bytes import HostBytes
-from offload_engine.planning.plan import Plan, make_plan, parse_plan
+from offload_engine.planning.plan import Plan, parse_plan
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
-from offload_engine.schedule import no_pipelining, one_forward_one_backward, parse_actions
+from offload_engine.schedule import no_pipelining, parse_actions
 from tests.dense_jobs import (
     ALL,
     ATTENTION,
@@ -76,19 +76,6 @@ def test_host_bytes_that_a_copy_in_still_reads_are_lent_last() -> None:
     host.note_awaited(first)
     assert host.lend(64 << 20).free_at == 5.0
     assert (host.lent_bytes, host.peak_lent_bytes) == (128 << 20, 128 << 20)
-
-
-def test_ranks_wait_for_each_other_and_the_timeline_shows_it() -> None:
-    shape = (ChunkShape(GROUPS[:1]),)
-    ranks = tuple(RankJob(tuple(one_forward_one_backward(2, rank, 2)), shape) for rank in range(2))
-    outcome = simulate(PipelineJob(ranks, LINK), [make_plan([])] * 2)
-    assert outcome.milliseconds == outcome.ranks[0].milliseconds == 9.0
-    assert [(span.start, span.label) for span in outcome.ranks[1].spans] == [
-        (1.0, "F0.0:0 block"),
-        (2.0, "B0.0:0/end block"),
-        (4.0, "F0.1:0 block"),
-        (5.0, "B0.1:0/end block"),
-    ]
 
 
 def test_jobs_that_cannot_run() -> None:

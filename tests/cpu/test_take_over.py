@@ -7,7 +7,10 @@ import argparse
 import copy
 import dataclasses
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +18,18 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import (  # noqa: E402
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
-from megatron_patches import Handle, apply  # noqa: E402
+from megatron_patches import Handle, add_offload_arguments, apply  # noqa: E402  # noqa: E402
+from megatron_patches import __main__ as launcher  # noqa: E402
 from megatron_patches._arguments import Settings, resolve  # noqa: E402
 from megatron_patches._model.thresholds import Thresholds, parse_thresholds  # noqa: E402
-from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine.sizes import Size  # noqa: E402
+from tests.dist.programs import ROOT  # noqa: E402
 
 NO_DEFAULTS = Settings(OffloadConfig(), ())
 RECIPE: dict[str, Any] = {
@@ -28,14 +37,7 @@ RECIPE: dict[str, Any] = {
     "offload_modules": ["core_attn", "attn_proj", "expert_fc1"],
     "min_offloaded_tensor_size": 1000,
 }
-NEW = {  # from 0.18 and 0.19 on
-    "fine_grained_offloading_max_inflight_offloads": 1,
-    "activation_offload_fraction": 0.5,
-    "delta_offload_bytes_across_pp_ranks": 7,
-    "delay_offload_until_cuda_graph": True,
-}
-HAS_NEW = NEW.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
-needs_new = pytest.mark.skipif(not HAS_NEW, reason="this megatron-core has not all of these settings: runs with 0.19.2")
+HAS_NEW = "delay_offload_until_cuda_graph" in {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 @pytest.fixture
@@ -61,35 +63,9 @@ def test_a_recipe_runs_as_it_is(config_class: type, applied: Handle, caplog: pyt
     assert not config.fine_grained_activation_offloading  # the model reads it
     names = ("core_attn", "attn_proj", "router_fc1")
     assert settings_of(config) == Settings(OffloadConfig(min_tensor_bytes=2000), names, is_taken_over=True)
-    assert caplog.messages == [  # once
-        "fine_grained_activation_offloading of megatron-core becomes offload_activation, of core_attn, attn_proj, "
-        "expert_fc1",
-        "min_offloaded_tensor_size=1,000 elements of megatron-core becomes offload_min_tensor_bytes=2,000, at 2 bytes "
-        "each",
-    ]
-
-
-@needs_new
-def test_every_setting_becomes_one_of_ours_or_nothing(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
-    settings = settings_of(make(**RECIPE, **NEW, offload_engine=True))
-    assert settings.engine == OffloadConfig(min_tensor_bytes=4000, fraction=0.5)
-    assert settings.rank_delta_bytes == 7
-    said = [message.partition(" becomes ")[::2] for message in caplog.messages[2:]]
-    assert [ours.partition("=")[0] for _, ours in said[:2]] == ["offload_fraction", "offload_rank_delta_bytes"]
-    assert "the engine's own bound" in said[2][1] and "nothing: copies are issued" in said[3][1] and len(said) == 4
-    serial = make(**RECIPE, fine_grained_offloading_max_inflight_offloads=0, offload_engine=True)
-    assert settings_of(serial).engine.policy == FixedBounds(max_inflight_bytes=0)
-
-
-def test_layers_of_transformer_engines_offload(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
-    layers = {"cpu_offloading": True, "cpu_offloading_num_layers": 3, "cpu_offloading_weights": True}
-    config = make(**layers, offload_engine=True)
-    assert not config.cpu_offloading
-    assert settings_of(config) == Settings(OffloadConfig(), (), num_layers=3, is_taken_over=True)
-    assert "becomes offload_num_layers=3, of all names" in caplog.messages[0]
-    assert "weights stay on the device" in caplog.messages[1] and len(caplog.messages) == 2
-    with pytest.raises(ValueError, match="moves no activation"):
-        make(cpu_offloading=True, cpu_offloading_num_layers=0, offload_engine=True)
+    modules, size = caplog.messages  # once
+    assert "becomes offload_activation, of core_attn, attn_proj, expert_fc1" in modules
+    assert "min_offloaded_tensor_size=1,000 elements of megatron-core becomes offload_min_tensor_bytes=2,000" in size
 
 
 def test_apply_takes_over_from_all() -> None:
@@ -111,7 +87,7 @@ def test_apply_takes_over_from_all() -> None:
             make(offload_engine=True)
 
 
-@needs_new
+@pytest.mark.skipif(not HAS_NEW, reason="not all of these flags are there: runs with megatron-core 0.19.2")
 def test_the_flags_of_a_recipe_on_a_command_line(applied: Handle) -> None:
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -159,3 +135,49 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(make(offload_activation=True, **settings), NO_DEFAULTS)
+
+
+# ---- mistakes that would move nothing, or something else than was asked for, without a word ----
+
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+
+
+def in_front(*flags: str) -> Settings:
+    """Return the settings of the launcher with these flags in front of the script."""
+    return launcher._settings(add_offload_arguments(argparse.ArgumentParser()).parse_args(flags))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"offload_resident_bytes": 1 << 30}, {"offload_fraction": 0.5}, {"offload_modules": ["moe_act"]}],
+    ids=lambda field: next(iter(field)),
+)
+def test_fields_need_a_switch_in_the_configuration_or_in_front_of_the_script(field: dict[str, Any]) -> None:
+    [name] = field
+    with apply(), pytest.raises(ValueError, match=f"^{name}=.* without offload_activation=True moves nothing"):
+        TransformerConfig(**SHAPE, **field)
+    with apply(modules=["core_attn"]):
+        assert getattr(TransformerConfig(**SHAPE, **field), name) == field[name]
+    with apply(gpu_budget="60GiB"):
+        assert resolve(TransformerConfig(**SHAPE), in_front("--offload-gpu-budget", "60GiB")) is not None
+
+
+def test_a_budget_in_the_engines_configuration_is_one() -> None:
+    config = OffloadConfig(gpu_budget=60 << 30, recompute="off")
+    with apply(config) as handle:
+        settings = resolve(TransformerConfig(**SHAPE), handle._runtime._defaults)
+    assert settings is not None and settings.gpu_budget == Size(60 << 30)
+    assert not settings.may_recompute and settings.engine.gpu_budget is None
+
+
+def test_the_script_finds_what_lies_beside_it_before_what_is_installed(tmp_path: Path) -> None:
+    """A checkout of Megatron-LM has its own megatron.core beside its scripts: that one is to be patched."""
+    script, core = tmp_path / "train.py", tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("__version__ = '0.1.0'\n")
+    script.write_text("print('never runs')\n")
+    command = [sys.executable, "-m", "megatron_patches", "--offload-activation", str(script)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode and "megatron-core 0.1.0 (imported from" in ended.stderr, ended

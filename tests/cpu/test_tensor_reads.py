@@ -98,16 +98,3 @@ def test_both_see_writes_and_discarded_bytes(extension: Any) -> None:
         assert module.is_unmodified(tensor, 1, storage, 12) is True
         storage.resize_(0)
         assert module.is_unmodified(tensor, 1, storage, 12) is False
-
-
-def test_what_is_no_tensor_is_refused(extension: Any) -> None:
-    storage = torch.ones(3).untyped_storage()
-    with pytest.raises(TypeError, match="takes a Tensor, got a int"):
-        extension.address_of(3, 12)
-    with pytest.raises(TypeError, match="takes a Tensor"):
-        extension.is_unmodified(storage, 0, storage, 12)
-    with pytest.raises(TypeError, match="takes a torch.storage.UntypedStorage"):
-        extension.is_unmodified(torch.ones(3), 0, torch.ones(3), 12)
-    with pytest.raises(TypeError, match="takes 3 arguments"):
-        extension.read_plain(torch.ones(3))
-    assert extension.read_plain(3, CPU, 1) is None

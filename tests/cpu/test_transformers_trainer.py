@@ -102,28 +102,6 @@ def test_bitwise_equal(family: str, arguments: dict[str, Any], enable_ckpt: bool
     assert all(logs["offload_moved_percent"] > 0 for logs in reporter.sent if "loss" in logs)
 
 
-class Stop(TrainerCallback):
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        raise ArithmeticError("told to fail")
-
-
-def test_the_model_is_given_back_and_may_train_again_also_after_a_training_that_raised(tmp_path: Path) -> None:
-    model, callback = make_language_model("qwen2"), OffloadCallback(CONFIG)
-    before = hooks(model)
-    train(model, tmp_path, [callback])
-    assert hooks(model) == before
-    with pytest.raises(ArithmeticError):
-        train(make_language_model("qwen2"), tmp_path, [callback, Stop()])
-    assert_equal(
-        train(make_language_model("qwen2"), tmp_path, []), train(make_language_model("qwen2"), tmp_path, [callback])
-    )
-
-
-def hooks(model: torch.nn.Module) -> list[int]:
-    """Count the hooks of each module, and tell whether its forward is its own."""
-    return [len(m._forward_pre_hooks) + len(m._forward_hooks) + 100 * ("forward" in vars(m)) for m in model.modules()]
-
-
 class Reporter(TrainerCallback):
     """Notes what a reporter such as that of W&B would send."""
 

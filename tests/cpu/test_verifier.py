@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,6 @@ from offload_engine._budget.verify import Verifier
 from offload_engine.planning.memory import Excess
 from offload_engine.schedule import no_pipelining
 
-RESULTS = Path(__file__).parents[2] / "docs/results"
 BUDGET = 256 << 10
 CLOSE = BUDGET // 256
 
@@ -113,37 +110,6 @@ def test_a_decision_whose_steps_grow_and_grow_is_judged(is_at_floor: bool, num_s
     """The floor is judged at once: nothing more could leave."""
     verifier, _ = verifier_of((BUDGET, 10.0), is_at_floor=is_at_floor)
     assert steps_until_one_judges(verifier, [-31, -15, -7, -3, -1]) == num_steps
-
-
-def test_the_growth_of_a_decision_says_nothing_of_the_next() -> None:
-    verifier, decider = verifier_of((BUDGET, 10.0), (BUDGET, 10.0))
-    assert not verifier.settles((), Excess(-9))
-    assert verifier.judge(Excess(1)) is decider.chosen
-    assert steps_until_one_judges(verifier, [0]) == 2
-
-
-def test_decisions_on_gpus_are_judged_by_a_step_that_later_ones_do_not_exceed() -> None:
-    """One was judged by a step that held 1,130 MiB less than its budget, and the next held 661 MiB more than it."""
-    counts = dict[tuple[str, int], int]()
-    for turn in recorded():
-        steps = [step for step in turn["budget"]["steps"] if step["predicted_bytes"] is not None]
-        predicted, budget = steps[0]["predicted_bytes"], turn["budget"]["gpu_budget"]
-        excesses = [step["held_bytes"] - predicted for step in steps]
-        verifier, _ = verifier_of((predicted, 10.0), budget_bytes=budget)
-        number = steps_until_one_judges(verifier, excesses)
-        counts[turn["setup"], budget >> 20] = max(number, counts.get((turn["setup"], budget >> 20), 0))
-        is_over = max(excesses) > budget - predicted
-        assert not is_over or not verifier.fits(Excess(excesses[number - 1]))
-    late = {place for place, number in counts.items() if number == 3}  # with one more step than five
-    assert late == {("a", 34769), ("a", 41593), ("b", 45581), ("b", 51978), ("c-moe", 28732)}
-    assert len(counts) == 22 and set(counts.values()) == {1, 2, 3}
-
-
-def recorded() -> list[Any]:
-    """Return turns with a budget in bytes whose decision was not at the floor."""
-    names = "2026-11-26_budget_h200.jsonl", "2026-11-26_long_h200.jsonl"
-    turns = [json.loads(line) for name in names for line in (RESULTS / name).read_text().splitlines()]
-    return [turn for turn in turns if turn["kind"] == "turn" and turn.get("budget", {}).get("gpu_budget")]
 
 
 def steps_until_one_judges(verifier: Verifier, excesses: list[int]) -> int:

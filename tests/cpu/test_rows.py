@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows for MoE layers: what the dispatcher reads goes through the engine of the running step, and only then."""
+"""Rows: recomputed inputs are bracketed, the host reads through the engine, the training log has its figures."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,9 +20,99 @@ import numpy  # noqa: E402
 import torch  # noqa: E402
 from megatron.core.transformer.moe import experts, token_dispatcher  # noqa: E402
 
+from megatron_patches._hooks.bracket import GroupBracket  # noqa: E402
+from megatron_patches._hooks.module_hooks import ModuleHooks  # noqa: E402
 from megatron_patches._rows.host_reads import HostReads, select  # noqa: E402
 from megatron_patches._rows.moe import moe_rows, multihot  # noqa: E402
-from megatron_patches._rows.registry import apply_patches  # noqa: E402
+from megatron_patches._rows.recompute import recompute_rows  # noqa: E402
+from megatron_patches._rows.registry import (  # noqa: E402
+    Patch,
+    apply_patches,
+)
+from megatron_patches._training_log import TrainingLog  # noqa: E402
+from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
+from offload_engine import (  # noqa: E402
+    IterationStats,
+    OffloadConfig,
+    OffloadEngine,
+)
+from offload_engine.stats import StepTimes  # noqa: E402
+from tests.graph_device import GraphDevice, GraphWithoutReplay  # noqa: E402
+
+ROWS = [row for row in recompute_rows(SimpleNamespace()) if row.target.endswith((":checkpoint", ":te_checkpoint"))]
+
+
+class Bracket:
+    """Notes its entries and exits."""
+
+    def __init__(self, is_active: bool) -> None:
+        self.is_active = is_active
+        self.seen: list[Any] = []
+
+    def enter(self) -> bool:
+        self.seen.append("enter")
+        return self.is_active
+
+    def commit(self, output: Any) -> Any:
+        self.seen.append(output)
+        return f"marked {output}"
+
+    def abandon(self) -> None:
+        self.seen.append("abandon")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
+def test_its_call_is_bracketed_and_left_after_an_exception(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, name = row.target.partition(":")
+    if not is_in_range(installed_version(), row.versions):
+        pytest.skip(f"megatron-core {installed_version()} has no such function; needed is {row.versions}")
+    owner, runner = importlib.import_module(module), SimpleNamespace()
+    monkeypatch.setattr(owner, name, lambda x: f"1 / {x} = {1 // x}")
+    active, passive = Bracket(True), Bracket(False)
+    with apply_patches([r for r in recompute_rows(runner) if r.target == row.target]):
+        for bracket, expected in ((active, "marked 1 / 1 = 1"), (passive, "1 / 1 = 1"), (None, "1 / 1 = 1")):
+            runner.checkpoint_bracket = lambda _, bracket=bracket: bracket
+            assert getattr(owner, name)(1) == expected
+        runner.checkpoint_bracket = lambda _: active
+        with pytest.raises(ZeroDivisionError):
+            getattr(owner, name)(0)
+    assert (active.seen, passive.seen) == (["enter", "1 / 1 = 1", "enter", "abandon"], ["enter"])
+
+
+def test_inside_a_capture_what_is_recomputed_returns_what_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_parallel: Any = importlib.import_module("megatron.core.tensor_parallel")
+    monkeypatch.setattr(tensor_parallel, "checkpoint", lambda function, *args: function(*args))
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), GraphDevice())
+    module, hooks, owner = torch.nn.Linear(4, 4), ModuleHooks(), SimpleNamespace(CUDAGraph=GraphWithoutReplay)
+    hooks.enclose(module, GroupBracket(engine, "mlp", Counter()))
+    bracket = GroupBracket(engine, "layer_input", Counter())
+    with engine.graphs.capture_layers(min_bytes=1, owner=owner, saves_all=False):
+        graph: Any = owner.CUDAGraph()
+        graph.capture_begin()
+        with apply_patches(recompute_rows(SimpleNamespace(checkpoint_bracket=lambda _: bracket))):
+            x = torch.ones(4, requires_grad=True)
+            assert torch.equal(tensor_parallel.checkpoint(torch.sin, x), x.sin())
+            with pytest.raises(ZeroDivisionError):
+                tensor_parallel.checkpoint(lambda x: x // 0, 1)
+        assert module(torch.ones(2, 4)).shape == (2, 4)
+        with pytest.raises(RuntimeError):
+            module(torch.ones(2, 3))
+        assert engine.graphs.recording is not None and engine.graphs.recording.are_innermost()
+        graph.capture_end()
+    graph.reset()
+    for layers in engine.graphs.layers:
+        layers.release()
+    engine.close()
+
+
+def test_without_transformer_engine_its_function_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = importlib.import_module("megatron.core.transformer.transformer_block")
+    monkeypatch.setattr(owner, "te_checkpoint", None)
+    with apply_patches(recompute_rows(SimpleNamespace())):
+        assert owner.te_checkpoint is None
+
+
+# ---- layers of experts: what the dispatcher reads goes through the engine of the running step ----
 
 
 class DeviceTensor(torch.Tensor):
@@ -114,7 +207,6 @@ def _choices(num_experts: int, masked: bool) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_multihot_has_the_bits_of_the_original(dtype: torch.dtype, masked: bool) -> None:
     indices, chosen = _choices(8, masked)
-    assert (indices == -1).any() == masked
     probs = [chosen.to(dtype).requires_grad_() for _ in range(2)]
     manager = SimpleNamespace(num_local_experts=8)
     # The original takes nothing but float32.
@@ -200,3 +292,79 @@ def test_a_dispatcher_keeps_no_graph_behind_its_forward(runner: Any, is_running:
     out = dispatcher.combine_postprocess(hidden)
     assert out.grad_fn is not None and owner.probs.tolist() == [[2.0], [2.0]]
     assert (owner.probs.grad_fn is None) == is_running
+
+
+# ---- the training log ----
+
+
+STATS = IterationStats(num_groups=4, managed_bytes=4 << 30, copied_out_bytes=3 << 30, peak_host_bytes=3 << 30)
+
+
+class Engine:
+    """The part of an engine that the log reads."""
+
+    def __init__(self) -> None:
+        self.stats, self.times, self.num_asked, self.timer = STATS, StepTimes(800.0, 20.0), 0, self
+
+    def ask(self) -> None:
+        self.num_asked += 1
+
+
+class Writer:
+    """A writer of TensorBoard, and a run of W&B."""
+
+    def __init__(self) -> None:
+        self.scalars: list[Any] = []
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.scalars.append((name, value, iteration))
+
+    def log(self, values: dict[str, float], iteration: int) -> None:
+        self.scalars += [(name, value, iteration) for name, value in values.items()]
+
+
+SOURCE = """
+def training_log(loss_dict, learning_rate, iteration, report_memory_flag, pg_collection=None):
+    if iteration % get_args().log_interval == 0:
+        print_rank_last(f" iteration {iteration:8d}/ 10 | lm loss: 1.0 |")
+    print_rank_last("something else")
+    return report_memory_flag
+
+def print_rank_last(message):
+    printed.append(message)
+"""
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = ModuleType("megatron.training.training")
+    module.printed, module.board, module.wandb = [], Writer(), Writer()
+    module.get_args = lambda: SimpleNamespace(log_interval=5)
+    module.get_tensorboard_writer, module.get_wandb_writer = lambda: module.board, lambda: module.wandb
+    exec(SOURCE, module.__dict__)
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_the_line_and_both_writers(loop: Any) -> None:
+    engine, before = Engine(), (loop.training_log, loop.print_rank_last)
+    log = TrainingLog(lambda: engine)  # type: ignore[arg-type, return-value]
+    log.attach(None)
+    log.attach(None)
+    for iteration in range(1, 6):
+        assert loop.training_log({}, 0.1, iteration, report_memory_flag=iteration) == iteration
+    assert loop.printed[-2].startswith(" iteration        5/ 10 | lm loss: 1.0 | offload moved (GiB): 3 | ")
+    assert {message for message in loop.printed if message != loop.printed[-2]} == {"something else"}
+    assert loop.board.scalars == loop.wandb.scalars and ("offload/moved_gib", 3.0, 5) in loop.board.scalars
+    assert engine.num_asked == 1  # of the step that was logged, and of no other
+    log.remove()
+    assert (loop.training_log, loop.print_rank_last) == before
+
+
+def test_a_loop_of_another_shape_is_no_reason_to_end(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+    del loop.print_rank_last
+    log = TrainingLog(lambda: None)
+    log.attach(None)
+    assert "the training log will not show offload figures" in caplog.text
+    log.remove()
