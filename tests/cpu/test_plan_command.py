@@ -22,12 +22,6 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from offload_engine.plan import main, read_config  # noqa: E402
-from offload_engine.rehearsal.forecast import (  # noqa: E402
-    CONTEXT_BYTES,
-    TE_CONTEXT_BYTES,
-    WayForecast,
-    wasted_bytes,
-)
 from offload_engine.rehearsal.model import ModelRehearsal  # noqa: E402
 from offload_engine.rehearsal.tables import forecast_text  # noqa: E402
 
@@ -184,14 +178,11 @@ def test_within_a_budget_each_layer_is_kept_offloaded_or_recomputed() -> None:
         assert "chosen within" not in forecast_text(roomy)
 
 
-@pytest.mark.parametrize(
-    "turn", [json.loads(line) for line in RESULTS.read_text().splitlines()], ids=lambda turn: turn["way"]
-)
-def test_what_a_process_holds_follows_from_what_it_allocates(turn: dict[str, Any]) -> None:
-    """Within 1% on an H200: what is allocated is as measured, or as forecast where that was not measured."""
-    has_te = turn["kind"] == "megatron"
-    peak = {"none": 29_501 << 20, "full": 23_716 << 20}[turn["way"]] if has_te else turn["allocated_bytes"]
-    held = turn["held_mib"] << 20 if has_te else turn["held_bytes"]
-    wasted = wasted_bytes(peak, is_all_kept=turn["way"] in ("none", "no offload"))
-    way = WayForecast("", peak, wasted, 0.0, context_bytes=TE_CONTEXT_BYTES if has_te else CONTEXT_BYTES)
-    assert way.gpu_bytes == pytest.approx(held, rel=0.01)
+def test_a_process_holds_what_it_held_on_a_gpu() -> None:
+    """Within 0.5% on an H200: the allocator reserves 4 to 14% more than is allocated."""
+    sizes = {"num_hidden_layers": 8, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+    model = _make(**sizes, num_key_value_heads=8, vocab_size=32000)
+    rehearsal = ModelRehearsal(model, partial(_loss, length=8192), H200, optimizer_bytes=0)
+    turns = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    held = [turn["held_bytes"] for turn in turns if turn["kind"] == "qwen2"]
+    assert [way.gpu_bytes for way in rehearsal.forecast(8192).ranks[0].ways] == pytest.approx(held, rel=0.005)
