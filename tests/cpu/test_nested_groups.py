@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +25,12 @@ def step(engine: OffloadEngine, inner: str) -> tuple[ChunkOffloadHandler, list[B
     reached: list[Boundary] = []
     at = engine._executor.at
 
-    def note(kind: object, chunk: object = None, group: object = None) -> None:
+    def note(kind: Any, chunk: Any = None, group: Any = None) -> None:
         if kind in (COMMIT, BACKWARD):
-            reached.append(Boundary(kind, KEY, group.index))  # type: ignore[arg-type,attr-defined]
-        at(kind, chunk, group)  # type: ignore[arg-type]
+            reached.append(Boundary(kind, KEY, group.index))
+        at(kind, chunk, group)
 
-    engine._executor.at = note  # type: ignore[assignment,method-assign]
+    engine._executor.at = note  # type: ignore[method-assign]
     with engine.iteration(ACTIONS):
         x = torch.ones(64, requires_grad=True)
         chunk = engine.start_chunk(KEY)
