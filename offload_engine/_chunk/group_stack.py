@@ -71,8 +71,9 @@ class GroupStack:
     def close(self) -> TensorGroup:
         """Close the innermost open group. It precedes those around it, whose backwards begin before its own."""
         group = self.open_groups.pop()
-        if self.open_groups:
-            self._put_before(group, self.open_groups[0])
+        outermost = self.open_groups[0] if self.open_groups else group
+        if outermost.index < group.index and self.progress.groups[outermost.index] is outermost:
+            self._put_before(group, outermost)  # else it was left open by an earlier forward
         return group
 
     def _put_before(self, group: TensorGroup, outermost: TensorGroup) -> None:
