@@ -210,19 +210,19 @@ class First(NamedTuple):
     recomputed: int
 
 
-JOBS: dict[str, tuple[dict[str, int], float]] = {
-    "one stage": ({"layers": 6}, 1 / 4),
-    "interleaved": ({"layers": 12, "pp": 2, "vpp": 2}, 1 / 4),
-    "experts": ({"layers": 6, "experts": 4, "moeffn": 1792}, 1 / 32),
+JOBS: dict[str, tuple[dict[str, int], float, tuple[float, ...]]] = {
+    "one stage": ({"layers": 6}, 1 / 4, SHARES),
+    "interleaved": ({"layers": 12, "pp": 2, "vpp": 2}, 1 / 4, SHARES),
+    "experts": ({"layers": 6, "experts": 4, "moeffn": 1792, "vocab": 512}, 1 / 32, SHARES[1:]),
 }
-"""Sizes, and the share of the largest group by which a prediction may err: less than copies that complete early."""
+"""Sizes; the share of the largest group by which a prediction may err, where copies complete early; the budgets."""
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_first_predictions_of_what_is_allocated_are_exact(job: str) -> None:
     """They were up to 690 MiB too high, and 280 too low; with experts half a group too low, or a whole one too high."""
     [(lowest, most, largest, firsts)] = run_ranks(_first_decisions, job, pipeline=None, timeout_s=300)
-    assert len(firsts) == len(SHARES) and most - lowest > 8 * largest
+    assert len(firsts) == len(JOBS[job][2]) and most - lowest > 8 * largest
     assert any(first.recomputed for first in firsts) and any(first.moved for first in firsts), firsts
     assert all(first.recomputed or first.moved for first in firsts), firsts
     errors = [first.predicted - first.held for first in firsts]
@@ -237,12 +237,15 @@ def _first_decisions(name: str) -> tuple[int, int, int, list[First]]:
     from offload_engine.planning.hardware import find_hardware
     from offload_engine.planning.shapes import largest_bytes
 
-    small = Shape(hidden=1024, ffn=3584, heads=8, seq=4096, nmb=MICROBATCHES, vocab=16_000, **JOBS[name][0])
+    sizes = {"hidden": 1024, "ffn": 3584, "heads": 8, "seq": 4096, "nmb": MICROBATCHES, "vocab": 16_000}
+    small = Shape(**{**sizes, **JOBS[name][0]})
     with StageRehearsal(_job_of(small, small.pp), find_hardware("h200"), Link(55.0, 55.0), 0).ready() as stage:
         all_stays = _planned(stage, 1 << 40)
         ends, known = all_stays.decider.chosen, all_stays.decider.known
         lowest, most = ends.floor.held_bytes, ends.top.held_bytes
-        budgets = [round(lowest + share * (most - lowest)) for share in SHARES]
+        again = {option.output_bytes for option in known.costs.options if option.name in ("mlp", "moe")}
+        assert again == {small.activation_bytes}
+        budgets = [round(lowest + share * (most - lowest)) for share in JOBS[name][2]]
         firsts = [_first(_planned(stage, budget)) for budget in budgets]
     return lowest, most, largest_bytes(known.job.shapes), firsts
 
