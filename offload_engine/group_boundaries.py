@@ -46,12 +46,12 @@ class GroupBoundaries:
 
     def close(self, keep: bool = False, ends_layer: bool = False) -> TensorGroup:
         """See `ChunkOffloadHandler.close_group`."""
-        open_groups, progress = self._groups.open_groups, self._groups.progress
-        if not open_groups:
+        progress = self._groups.progress
+        if not self._groups.open_groups:
             raise OffloadError(
                 f"{progress.key!r} has no open group to commit; call open_group() or group_start() first"
             )
-        group = open_groups.pop()
+        group = self._groups.close()
         group.ends_layer = ends_layer
         if keep:
             self._executor.keep(group)

@@ -29,7 +29,7 @@ from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 
 _NOTES = (
     "Each GPU has a whole replica, in bfloat16, with its gradients and optimizer state. Fullest GPU: allocated bytes, "
-    "4.5 to 14% more that the allocator holds, and 0.7 GiB of CUDA.",
+    "what the allocator reserves in vain, and 0.7 GiB of CUDA.",
 )
 
 

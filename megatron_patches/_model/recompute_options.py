@@ -18,6 +18,8 @@ _DISCARDS_OUTPUT = ("input_layernorm", "pre_mlp_layernorm", "mla_up_proj", "moe_
 """The tensors that these free are saved after them, so only the groups of their inputs show how long they take."""
 _OUTPUT_IS_SAVED = ("core_attn",)
 """Flash attention saves its output, which the next module saves as well."""
+_OUTPUT_IS_MADE_AGAIN = ("mlp", "moe", "shared_experts")
+"""Nothing saves what these return, but their recomputation holds it to its end."""
 
 _ORDER = (
     "moe_act",
@@ -67,6 +69,7 @@ class RecomputeOptions:
         found = [_option(stage, switch, groups) for (stage, _, _), switch in switches.items() if not switch.is_on]
         self._options: list[_Option] = sorted(found, key=lambda option: _ORDER.index(option.switch.name))
         self._input_bytes: dict[tuple[int, int, str], int] = {}
+        self._output_bytes: dict[tuple[int, int, str], int] = {}
         self._handles: list[Any] = []
         for stage, chunk in enumerate(chunks):
             for layer, (_, module) in enumerate(layers_of(chunk)):
@@ -124,7 +127,9 @@ class RecomputeOptions:
 
             def note(_: Any, args: Any, kwargs: Any, output: Any, key: Any = key, both: bool = saves_output) -> None:
                 if torch.is_grad_enabled():  # an evaluation saves nothing
-                    self._input_bytes[key] = _bytes_of([*args, *kwargs.values(), *([output] if both else [])])
+                    outputs = output if isinstance(output, tuple) else (output,)
+                    self._output_bytes[key] = _bytes_of(outputs)
+                    self._input_bytes[key] = _bytes_of([*args, *kwargs.values(), *(outputs if both else ())])
 
             self._handles.append(modules[option.switch.around].register_forward_hook(note, with_kwargs=True))
 
@@ -137,11 +142,14 @@ class RecomputeOptions:
         if not nbytes or not milliseconds or any(place not in groups for place in option.frees):
             return None
         freed = nbytes
+        [(stage, layer)] = {(place.stage, place.layer) for place in places}
         if option.frees & option.keeps:  # only the input of these stays
-            [place] = {(place.stage, place.layer) for place in places}
-            freed -= self._input_bytes.get((*place, name), freed)
+            freed -= self._input_bytes.get((stage, layer, name), freed)
         slots = frozenset(slot for place in places for slot, _ in groups.get(place, ()))
-        return RecomputeOption(name, slots, max(0, freed), milliseconds)
+        if name in _DISCARDS_OUTPUT:  # what is freed is the output
+            return RecomputeOption(name, slots, max(0, freed), milliseconds, False, max(0, freed))
+        again = self._output_bytes.get((stage, layer, name), 0) if name in _OUTPUT_IS_MADE_AGAIN else 0
+        return RecomputeOption(name, slots, max(0, freed), milliseconds, output_bytes=again)
 
 
 def _option(stage: int, switch: Switch, groups: frozenset[str]) -> _Option:

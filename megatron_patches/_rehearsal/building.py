@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rehearsal.modules import RehearsedGroupedLinear
 
 WORKSPACE_BYTES = 32 << 20
 """Workspace of cuBLAS on Hopper."""
+_NUM_STREAMS = 4
+"""Streams of a product of groups; each has a workspace. (128 MiB more in all steps with experts on H200s.)"""
 
 
 def build_chunk(job: TrainingJob, config: Any, vp_stage: int | None) -> torch.nn.Module:
@@ -71,9 +74,14 @@ def with_gradients(job: TrainingJob, config: Any, chunk: torch.nn.Module, is_beh
 
 
 def workspace_bytes(job: TrainingJob, chunks: Sequence[Any]) -> int:
-    """Return the bytes of permanent workspaces of matrix products: TransformerEngine's, and torch's for logits."""
+    """Return the bytes of permanent workspaces of matrix products.
+
+    TransformerEngine has one, and more for experts, which it computes on several streams; torch has its own for logits.
+    """
     has_logits = any(chunk.post_process for chunk in chunks)
-    return WORKSPACE_BYTES * (int(job.has_te) + (2 if has_logits or not job.has_te else 0))
+    has_grouped = any(isinstance(module, RehearsedGroupedLinear) for chunk in chunks for module in chunk.modules())
+    by_te = 1 + (_NUM_STREAMS if has_grouped else 0) if job.has_te else 0
+    return WORKSPACE_BYTES * (by_te + (2 if has_logits or not job.has_te else 0))
 
 
 def virtual_stages(config: Any) -> list[int | None]:

@@ -57,9 +57,9 @@ def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Foreca
 
 def _notes(job: TrainingJob) -> list[str]:
     """Return the assumptions of the forecast."""
-    context = "8 GiB of CUDA and TransformerEngine's kernels" if job.has_te else "0.7 GiB of CUDA"
+    context = "8.9 GiB of CUDA and TransformerEngine's kernels" if job.has_te else "0.7 GiB of CUDA"
     notes = [
-        f"Fullest GPU: allocated bytes, 4.5 to 14% more that the allocator holds, and {context}. Not counted: "
+        f"Fullest GPU: allocated bytes, what the allocator reserves in vain, and {context}. Not counted: "
         "communication during the backward of data parallelism, and fused accumulation of weight gradients."
     ]
     if job.has_experts:

@@ -26,7 +26,6 @@ from offload_engine.rehearsal.forecast import (
     RankForecast,
     WayForecast,
     make_forecast,
-    wasted_bytes,
 )
 from offload_engine.rehearsal.share import kept_by_share
 
@@ -98,7 +97,7 @@ def _rehearse_rank(
     full = _recomputed(job, hardware, link, rank, number)
     on_progress()
     ways: tuple[WayForecast, ...] = (
-        _way("no offload", none, is_all_kept=True),
+        _way("no offload", none),
         _way(_name_of_offload(job), away)._replace(host_bytes=away.host_bytes),
         full,
     )
@@ -125,8 +124,8 @@ def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankFo
     rank = rehearsed.forecast
     short = Job(rehearsed.actions, rank.shapes, rank.bounds, rank.is_combined)
     whole = replace(short, actions=rank.actions)
-    context_bytes = rank.ways[0].context_bytes
-    chosen = choose_within(budget_bytes, short, whole, rehearsed.boundaries, Costs(link), context_bytes)
+    overhead = rank.ways[1].wasted_bytes, rank.ways[1].context_bytes
+    chosen = choose_within(budget_bytes, short, whole, rehearsed.boundaries, Costs(link), *overhead)
     return rank._replace(chosen=chosen)
 
 
@@ -143,9 +142,8 @@ def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, num
     return _way("full recomputation", outcome)
 
 
-def _way(name: str, outcome: StepOutcome, is_all_kept: bool = False) -> WayForecast:
-    wasted = wasted_bytes(outcome.peak_bytes, is_all_kept=is_all_kept)
-    return WayForecast(name, outcome.peak_bytes, wasted, outcome.milliseconds)
+def _way(name: str, outcome: StepOutcome) -> WayForecast:
+    return WayForecast(name, outcome.peak_bytes, outcome.wasted_bytes, outcome.milliseconds)
 
 
 def _offloadable(job: TrainingJob) -> dict[str, Any]:

@@ -91,7 +91,9 @@ class RehearsedNormLinear(_LinearBase):
     has_norm = True
 
 
-class _GroupedBase(torch.nn.Module):
+class RehearsedGroupedLinear(torch.nn.Module):
+    """TEGroupedLinear."""
+
     splits_output = True
 
     def __init__(
@@ -109,11 +111,11 @@ class _GroupedBase(torch.nn.Module):
         return GroupedLinear.apply(x, *self.parameters()), None
 
 
-class RehearsedColumnGroupedLinear(_GroupedBase):
+class RehearsedColumnGroupedLinear(RehearsedGroupedLinear):
     """TEColumnParallelGroupedLinear."""
 
 
-class RehearsedRowGroupedLinear(_GroupedBase):
+class RehearsedRowGroupedLinear(RehearsedGroupedLinear):
     """TERowParallelGroupedLinear."""
 
     splits_output = False

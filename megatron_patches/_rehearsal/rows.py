@@ -16,6 +16,7 @@ from megatron_patches._rehearsal.kernels import Rotation
 from megatron_patches._rehearsal.modules import RehearsedNorm, RehearsedSpecProvider
 from megatron_patches._rows.cpu import cpu_rows
 from megatron_patches._rows.registry import Patch
+from offload_engine.rehearsal.allocated import AllocatedBytes
 from offload_engine.rehearsal.tensors import HollowTensors
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
@@ -23,6 +24,7 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _ROPE = f"{_EMBEDDINGS}.rope_utils"
 _COMPILED = "_torchdynamo_orig_callable"  # of a function that torch.compile has turned into a kernel
 _SENDS = ":_p2p_ops"
+_DISCARDING = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 
 
 def rehearsal_rows(hollow: HollowTensors, has_te: bool) -> list[Patch]:
@@ -33,7 +35,8 @@ def rehearsal_rows(hollow: HollowTensors, has_te: bool) -> list[Patch]:
         has_te: the model has TransformerEngine's modules.
     """
     rows = [row for row in cpu_rows() if not row.target.endswith(_SENDS)]  # nothing is sent
-    return [*rows, *(_te_rows() if has_te else ()), *_context_rows(), *_routing_rows(), *_fused_rows(hollow)]
+    own = (*_context_rows(), *_routing_rows(), *_discarding_rows(hollow), *_fused_rows(hollow))
+    return [*rows, *(_te_rows() if has_te else ()), *own]
 
 
 def _te_rows() -> Iterator[Patch]:
@@ -101,6 +104,34 @@ def balanced_map(num_tokens: int, num_experts: int, topk: int) -> torch.Tensor:
     chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
     chosen[places // topk, places % num_experts] = True
     return chosen
+
+
+def _discarding_rows(hollow: HollowTensors) -> Iterator[Patch]:
+    why = "no operator tells that it resizes the storages of its outputs"
+    for name, wrapper in (("discard_output_and_register_recompute", _wrap_discard), ("_recompute", _wrap_recompute)):
+        yield Patch(target=f"{_DISCARDING}.{name}", wrapper=functools.partial(wrapper, hollow.allocated), why=why)
+
+
+def _wrap_discard(allocated: AllocatedBytes, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def discard(self: Any, hook_tensor: torch.Tensor) -> None:
+        original(self, hook_tensor)
+        for output in self.outputs:
+            allocated.note(output.untyped_storage())
+
+    return discard
+
+
+def _wrap_recompute(allocated: AllocatedBytes, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def recompute(self: Any, grad: torch.Tensor) -> None:
+        outputs, context = self.outputs, self.ctx
+        original(self, grad)
+        for output, again in zip(outputs or (), () if context is None else context.outputs, strict=True):
+            if output.data_ptr() != again.data_ptr():  # up to 0.17 it is a copy
+                allocated.note(output.untyped_storage())
+
+    return recompute
 
 
 def _fused_rows(hollow: HollowTensors) -> Iterator[Patch]:

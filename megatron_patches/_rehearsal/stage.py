@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -40,12 +40,16 @@ from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
 
+_NUM_STEPS: Final = 3
+
 
 class StepOutcome(NamedTuple):
     """One rehearsed step of one rank."""
 
     peak_bytes: int
     """Allocated at most."""
+    wasted_bytes: int
+    """Reserved by the allocator in vain."""
     milliseconds: float
     """Step time of this rank alone, without waits for others."""
     host_bytes: int
@@ -178,7 +182,8 @@ class ReadyStage:
         return [name for name in found if name not in whole and self._is_possible(name)]
 
     def run(self, settings: Settings, num_microbatches: int | None = None) -> StepOutcome:
-        """Run a step; if something moves, run two and return the second, because the policy learns sizes in the first.
+        """Run three steps, and return the last: the policy learns sizes in the first, the allocator has the segments of
+        the second.
 
         Args:
             settings: settings for this rank; without modules, no engine runs.
@@ -188,11 +193,14 @@ class ReadyStage:
         is_moving = bool(settings.modules) and not settings.engine.dry_run
         self._runtime.use(settings)
         with rehearsing(f"a step of stage {self._rank} {self._way(is_moving)}"):
-            for _ in range(2 if is_moving else 1):
-                self._hollow.allocated.reset_peak()
+            self._free_gradients()
+            allocated = self._hollow.allocated
+            allocated.segments.trim()
+            for _ in range(_NUM_STEPS):
+                allocated.reset_peak()
                 self._runtime.device.clocks.begin_step()
                 self._step(number)
-            return self._runtime.outcome(self._hollow.allocated.peak_bytes)
+            return self._runtime.outcome(allocated.peak_bytes, allocated.segments.reserved_bytes)
 
     def _way(self, is_moving: bool) -> str:
         full = " and full recomputation" if self.config.recompute_granularity == "full" else ""
@@ -206,15 +214,18 @@ class ReadyStage:
             return False
         return True
 
-    def _step(self, num_microbatches: int) -> None:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
+    def _free_gradients(self) -> None:
         for chunk, bare in zip(self._chunks, self.bare, strict=True):
             if chunk is bare:
                 for parameter in chunk.parameters():
                     parameter.grad = None
             else:
                 chunk.zero_grad_buffer()
+
+    def _step(self, num_microbatches: int) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._free_gradients()
         is_single = len(self._chunks) == 1
         batch = _Batch(self._job)
         get_forward_backward_func()(
@@ -270,18 +281,18 @@ class _Runtime(ModelRuntime):
         self._step_now = step._replace(pipeline=None)
         return super().step(self._step_now)
 
-    def outcome(self, peak_bytes: int) -> StepOutcome:
+    def outcome(self, peak_bytes: int, reserved_bytes: int) -> StepOutcome:
         """Return the outcome of the last step."""
         assert self._step_now is not None
         actions = tuple(self._step_now.order(self._step_now.config))
         if self._engine is None:
-            return StepOutcome(peak_bytes, self.device.clocks.now.compute, 0, 0, actions)
+            wasted = reserved_bytes - peak_bytes
+            return StepOutcome(peak_bytes, wasted, self.device.clocks.now.compute, 0, 0, actions)
         engine = self._engine
         noted, stats = tuple(engine.boundaries), engine.stats
         peak = max(engine.peak_bytes, peak_bytes)
-        return StepOutcome(
-            peak, engine.milliseconds, stats.host_bytes, stats.copied_out_bytes, actions, shapes_of(noted), noted
-        )
+        wasted, moved = reserved_bytes - peak, stats.copied_out_bytes
+        return StepOutcome(peak, wasted, engine.milliseconds, stats.host_bytes, moved, actions, shapes_of(noted), noted)
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         super()._make_engine(step, settings).close()  # for its checks

@@ -44,12 +44,19 @@ def text_of_shapes(shapes: Shapes | None) -> str:
 
 
 def agreed_options(agree: Agree, options: tuple[RecomputeOption, ...]) -> tuple[RecomputeOption, ...]:
-    """Return options with the least bytes freed and the highest cost of all ranks; none if ranks have other options."""
+    """Return options with the least bytes freed, and the most computed again and the highest cost, of all ranks.
+
+    None if ranks have other options.
+    """
     if not are_alike(agree, str([(option.name, sorted(option.replaces)) for option in options])):
         return ()
-    numbers = iter(agree(tuple(n for each in options for n in (-each.freed_bytes, round(_NS * each.milliseconds)))))
+    own = ((-each.freed_bytes, each.output_bytes, round(_NS * each.milliseconds)) for each in options)
+    numbers = iter(agree(tuple(number for each in own for number in each)))
     return tuple(
-        dataclasses.replace(each, freed_bytes=-next(numbers), milliseconds=next(numbers) / _NS) for each in options
+        dataclasses.replace(
+            each, freed_bytes=-next(numbers), output_bytes=next(numbers), milliseconds=next(numbers) / _NS
+        )
+        for each in options
     )
 
 

@@ -12,7 +12,7 @@ from offload_engine.traits import GroupTraits
 
 
 class GroupStack:
-    """Owns the groups of one forward of one chunk. Its items are the groups opened so far, in order.
+    """Owns the groups of one forward of one chunk. Its items are its groups, in the order of their commits.
 
     Args:
         key: stage and microbatch.
@@ -67,6 +67,24 @@ class GroupStack:
         groups.append(group)
         self.open_groups.append(group)
         return group
+
+    def close(self) -> TensorGroup:
+        """Close the innermost open group. It precedes those around it, whose backwards begin before its own."""
+        group = self.open_groups.pop()
+        outermost = self.open_groups[0] if self.open_groups else group
+        if outermost.index < group.index and self.progress.groups[outermost.index] is outermost:
+            self._put_before(group, outermost)  # else it was left open by an earlier forward
+        return group
+
+    def _put_before(self, group: TensorGroup, outermost: TensorGroup) -> None:
+        groups, first = self.progress.groups, outermost.index
+        del groups[group.index]
+        for other in groups[first:]:
+            if (other.layer, other.name) == (group.layer, group.name):
+                group.part, other.part = group.part - 1, other.part + 1
+        groups.insert(first, group)
+        for index in range(first, len(groups)):
+            groups[index].index = index
 
     def start_again(self) -> None:
         """Begin another forward of the same chunk."""

@@ -15,6 +15,7 @@ from offload_engine._observe.notes import (
     NotedStage,
     NotedWait,
     Notes,
+    key_of,
 )
 from offload_engine._observe.pace import Pace, at_once
 from offload_engine._observe.reasons import Reason
@@ -29,7 +30,6 @@ from offload_engine._observe.record import (
     WaitRecord,
 )
 from offload_engine.planning.moves import Boundary, BoundaryKind, GroupKey
-from offload_engine.schedule import ChunkKey
 
 _NUM_TRIES: Final = 5
 
@@ -147,7 +147,7 @@ def _stages(stages: Iterable[NotedStage], origin: Origin, duration_ms: float) ->
     """Make stages from moments: each lasts until the next one of its group, the last until the step ends."""
     begins: dict[GroupKey, list[tuple[str, float]]] = {}
     for stage in stages:
-        of_group = begins.setdefault(stage.group, [])
+        of_group = begins.setdefault(GroupKey(stage.group.chunk, stage.group.index), [])
         earliest = of_group[-1][1] if of_group else float("-inf")  # streams differ: a stage begins after the one before
         of_group.append((stage.residency, max(earliest, origin.device_ms(stage.begin))))
     found = []
@@ -160,10 +160,11 @@ def _stages(stages: Iterable[NotedStage], origin: Origin, duration_ms: float) ->
 
 
 def _saved(save: NotedSave, notes: Notes, fallback: Reason) -> SavedRecord:
-    group = f"{save.group.stage}.{save.group.microbatch}" if isinstance(save.group, ChunkKey) else str(save.group)
+    key, chunk = key_of(save.group), save.group.chunk
+    group, name = (f"{chunk.stage}.{chunk.microbatch}", "") if key is None else (str(key), save.group.name)
     dtype = str(save.dtype).removeprefix("torch.")
     reason = save.reason or _fate(save.storage, notes, fallback)
-    return SavedRecord(group, save.name, save.module, tuple(save.shape), dtype, save.nbytes, save.storage, reason)
+    return SavedRecord(group, name, save.module, tuple(save.shape), dtype, save.nbytes, save.storage, reason)
 
 
 def _fate(storage: int, notes: Notes, fallback: Reason) -> Reason:
@@ -172,6 +173,7 @@ def _fate(storage: int, notes: Notes, fallback: Reason) -> Reason:
         return fate.reason
     if fate.group is None:
         return Reason.NOT_ASKED
-    if notes.groups[fate.group].is_kept:
+    key = GroupKey(fate.group.chunk, fate.group.index)
+    if notes.groups[key].is_kept:
         return Reason.KEPT
-    return notes.group_reasons.get(fate.group, fallback)
+    return notes.group_reasons.get(key, fallback)

@@ -13,7 +13,7 @@ from offload_engine.schedule import ChunkKey
 
 
 class ObservedGroup(Protocol):
-    """The attributes of a group that a recorder reads; it keeps no reference to the group."""
+    """The attributes of a group that a recorder reads. The index changes up to the commit."""
 
     @property
     def chunk(self) -> ChunkKey: ...
@@ -92,7 +92,7 @@ class NotedWait(NamedTuple):
 class NotedStage(NamedTuple):
     """The moment at which a group reached a place."""
 
-    group: GroupKey
+    group: ObservedGroup
     residency: str
     begin: TimeMark
 
@@ -100,8 +100,7 @@ class NotedStage(NamedTuple):
 class NotedSave(NamedTuple):
     """See `SavedRecord`."""
 
-    group: GroupKey | ChunkKey
-    name: str
+    group: ObservedGroup
     module: str
     shape: tuple[int, ...]
     dtype: Any
@@ -126,7 +125,7 @@ class StorageFate:
     __slots__ = ("group", "reason")
 
     def __init__(self) -> None:
-        self.group: GroupKey | None = None  # the first to save it; None: saved outside every group only
+        self.group: ObservedGroup | None = None  # the first to save it; None: saved outside every group only
         self.reason: Reason | None = None
 
 

@@ -130,13 +130,13 @@ class Recorder:
         """Note that copies of a group were issued between two marks, the first after all that they wait for."""
         key = GroupKey(group.chunk, group.index)
         self._notes.copies.append(NotedCopy(op, key, nbytes, self._clock(), begin, end))
-        self._storages.note_copy(op, key, begin)
+        self._storages.note_copy(op, group, begin)
 
     def note_wait(self, awaited: Awaited, group: ObservedGroup, begin: TimeMark, end: TimeMark) -> None:
         """Note that a compute stream was made to wait for a copy of a group between two marks on it."""
         key = GroupKey(group.chunk, group.index)
         self._notes.waits.append(NotedWait(awaited, key, begin, end))
-        self._storages.note_wait(awaited, key, end)
+        self._storages.note_wait(awaited, group, end)
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
@@ -157,13 +157,11 @@ class Recorder:
             reason: why it stays.
         """
         number = -1 if storage is None else self._storages.number_of(storage, group)
-        key = key_of(group)
-        if key is not None and key not in self._notes.groups:
+        if not group.is_ungrouped and key_of(group) not in self._notes.groups:
             self.note_group(group)
         module = "" if self._modules is None else self._modules.running.innermost()
-        name = "" if key is None else group.name
         nbytes = _storage_bytes(tensor) if storage is None else storage.nbytes
-        save = NotedSave(key or group.chunk, name, module, tensor.shape, tensor.dtype, nbytes, number, reason)
+        save = NotedSave(group, module, tensor.shape, tensor.dtype, nbytes, number, reason)
         self._notes.saved.append(save)
 
     def note_storage_stays(self, storage: ObservedStorage, reason: Reason) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Final
 
 from offload_engine._devices.base import Device, Stream, TimeMark
-from offload_engine._observe.notes import NotedStage, Notes, ObservedGroup, ObservedStorage, StorageFate, key_of
+from offload_engine._observe.notes import NotedStage, Notes, ObservedGroup, ObservedStorage, StorageFate
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import Awaited
-from offload_engine.planning.moves import IN, OUT, GroupKey, Op
+from offload_engine.planning.moves import IN, OUT, Op
 
 PACKED: Final = "packed"
 """On the device since its save."""
@@ -33,9 +33,9 @@ class StorageLog:
         self._device = device
         self._notes = notes
         self._numbers: dict[ObservedStorage, int] = {}  # of those that have not retired
-        self._num_live: dict[GroupKey, int] = {}
-        self._stages: dict[GroupKey, str] = {}  # the last one of each
-        self._begun: dict[tuple[str, GroupKey], TimeMark] = {}  # known before the storages reach the stage
+        self._num_live: dict[ObservedGroup, int] = {}
+        self._stages: dict[ObservedGroup, str] = {}  # the last one of each
+        self._begun: dict[tuple[str, ObservedGroup], TimeMark] = {}  # known before the storages reach the stage
 
     def number_of(self, storage: ObservedStorage, saver: ObservedGroup) -> int:
         """Return the number of a storage that `saver` saves now; it belongs to the first group that saves it."""
@@ -44,12 +44,11 @@ class StorageLog:
             number = self._numbers[storage] = len(self._notes.fates)
             self._notes.fates.append(StorageFate())
         fate = self._notes.fates[number]
-        key = key_of(saver)
-        if fate.group is None and key is not None:
-            fate.group = key
-            self._num_live[key] = self._num_live.get(key, 0) + 1
-            if key not in self._stages:
-                self._note_stage(key, PACKED, storage.stream)
+        if fate.group is None and not saver.is_ungrouped:
+            fate.group = saver
+            self._num_live[saver] = self._num_live.get(saver, 0) + 1
+            if saver not in self._stages:
+                self._note_stage(saver, PACKED, storage.stream)
         return number
 
     def note_stays(self, storage: ObservedStorage, reason: Reason) -> None:
@@ -58,11 +57,11 @@ class StorageLog:
         if number is not None:
             self._notes.fates[number].reason = reason
 
-    def note_copy(self, op: Op, group: GroupKey, begin: TimeMark) -> None:
+    def note_copy(self, op: Op, group: ObservedGroup, begin: TimeMark) -> None:
         """Note that a copy has been issued, which moves its storages from `begin` on."""
         self._begun[_STAGE_OF[op], group] = begin
 
-    def note_wait(self, awaited: Awaited, group: GroupKey, end: TimeMark) -> None:
+    def note_wait(self, awaited: Awaited, group: ObservedGroup, end: TimeMark) -> None:
         """Note that compute has waited for a copy: its storages have arrived at `end`."""
         self._begun[_STAGE_OF[awaited], group] = end
 
@@ -85,7 +84,7 @@ class StorageLog:
         """Forget the storages that are left."""
         self._numbers.clear()
 
-    def _follow(self, group: GroupKey, residency: str, stream: Stream) -> None:
+    def _follow(self, group: ObservedGroup, residency: str, stream: Stream) -> None:
         """Note where a group is, once for all of its storages that move together."""
         if residency == RETIRED:
             self._begun.pop((ON_HOST, group), None)  # the wait was for a retirement
@@ -97,7 +96,7 @@ class StorageLog:
         if self._stages.get(group) != residency:
             self._note_stage(group, residency, stream)
 
-    def _note_stage(self, group: GroupKey, stage: str, stream: Stream) -> None:
+    def _note_stage(self, group: ObservedGroup, stage: str, stream: Stream) -> None:
         self._stages[group] = stage
         begin = self._begun.pop((stage, group), None)
         if begin is None:

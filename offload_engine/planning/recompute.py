@@ -29,11 +29,14 @@ class RecomputeOption:
     milliseconds: float
     """Compute time that it adds to the backward of one microbatch."""
     comes_back: bool = True
-    """The freed bytes are on the device again during that backward; False if only saved bytes are measured."""
+    """The freed bytes are on the device again, each group's to the end of its backward; False if `output_bytes` has
+    them, or if only saved bytes are measured."""
+    output_bytes: int = 0
+    """Computed again, and on the device until the backward of all these groups is over: what the module returns."""
 
     def __post_init__(self) -> None:
-        if not self.replaces or self.freed_bytes < 0 or self.milliseconds < 0:
-            raise ValueError(f"{self}: it must replace a group; freed bytes and cost must not be negative")
+        if not self.replaces or min(self.freed_bytes, self.output_bytes, self.milliseconds) < 0:
+            raise ValueError(f"{self}: it must replace a group; bytes and cost must not be negative")
 
     @property
     def ms_per_byte(self) -> float:
@@ -93,16 +96,16 @@ def _recomputing(stage: int, shape: ChunkShape, options: Iterable[RecomputeOptio
     slots = slots_of(stage, groups)
     for option in options:
         freed, milliseconds = option.freed_bytes, option.milliseconds
-        for index in reversed(range(len(groups))):  # its backward begins with the last of them
-            if slots[index] not in option.replaces:
-                continue
+        replaced = [index for index in range(len(groups)) if slots[index] in option.replaces]
+        for index in reversed(replaced):  # its backward begins with the last of them
             group: GroupShape = groups[index]
             taken = min(freed, group.nbytes)
+            again = (taken if option.comes_back else 0) + (option.output_bytes if index == replaced[0] else 0)
             groups[index] = dataclasses.replace(
                 group,
                 nbytes=group.nbytes - taken,
                 backward_ms=group.backward_ms + milliseconds,
-                recomputed_bytes=taken if option.comes_back else 0,
+                recomputed_bytes=again,
             )
             freed, milliseconds = freed - taken, 0.0
     return dataclasses.replace(shape, groups=tuple(groups))

@@ -59,7 +59,7 @@ class GroupShape:
     """If that backward comes at once, the group is kept until this many groups have committed, as when its module runs
     again; None: to the end."""
     recomputed_bytes: int = 0
-    """Not saved, and not in `nbytes`: on the device again from the start of its layer's backward to its own end."""
+    """Not in `nbytes`, but computed again: on the device from the start of its layer's backward to its own end."""
 
     def __post_init__(self) -> None:
         _check_not_negative(

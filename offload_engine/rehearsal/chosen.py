@@ -14,7 +14,7 @@ from offload_engine.planning.predict import Costs, Prediction, summed
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import Shapes
 from offload_engine.rehearsal.engine import NotedBoundary
-from offload_engine.rehearsal.forecast import CONTEXT_BYTES, wasted_bytes
+from offload_engine.rehearsal.forecast import CONTEXT_BYTES
 
 
 def choose_within(
@@ -23,6 +23,7 @@ def choose_within(
     whole: Job,
     boundaries: Sequence[NotedBoundary],
     costs: Costs,
+    wasted_bytes: int,
     context_bytes: int = CONTEXT_BYTES,
 ) -> Prediction | None:
     """Choose for one rank; None if nothing fits.
@@ -33,13 +34,14 @@ def choose_within(
         whole: the step to choose for, with all its microbatches.
         boundaries: boundaries of the rehearsal.
         costs: costs of moves and of recomputation.
+        wasted_bytes: bytes that the allocator reserves in vain in the rehearsed step.
         context_bytes: bytes of the GPU outside torch's allocator.
     """
-    peak_bytes = max((noted.peak_bytes for noted in boundaries), default=0)
     measured = MeasuredMemory(
         tuple(MeasuredBoundary(_boundary(noted), noted.peak_bytes, noted.resident_bytes) for noted in boundaries),
         between_bytes=0,
-        overhead_bytes=wasted_bytes(peak_bytes, is_all_kept=False) + context_bytes,
+        overhead_bytes=wasted_bytes + context_bytes,
+        wasted_bytes=wasted_bytes,
     )
     model = make_memory_model(rehearsed, measured, is_early_certain=False)
     try:

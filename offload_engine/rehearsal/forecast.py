@@ -18,15 +18,10 @@ from offload_engine.schedule import Action
 
 CONTEXT_BYTES: Final = 750 << 20
 """GPU memory of a process outside torch's allocator: CUDA's context, libraries. (A Qwen2: 750 to 772 MiB.)"""
-TE_CONTEXT_BYTES: Final = 8 << 30
-"""The same where kernels of TransformerEngine run: 7.8 to 8.9 GiB, of whatever model, on H200s."""
+TE_CONTEXT_BYTES: Final = 9112 << 20
+"""The same where kernels of TransformerEngine run, of whatever model, on H200s: 9,112 to 9,180 MiB with 2.20.2."""
 _HOST_SHARE: Final = 0.8
 """Share of a host's memory that may be pinned."""
-_KEEPING_SHARE: Final = 0.045
-_CHANGING_SHARES: Final = 0.08, 0.14
-_CHANGING_BYTES: Final = 1485 << 20
-"""What the allocator reserves in vain, of what is allocated: if nothing moves and nothing is recomputed (H200s: 0.04 to
-0.08), or otherwise: the larger share up to these bytes, and at least the smaller one. (32,768 tokens: up to 0.25.)"""
 
 
 CHOSEN: Final = "chosen within the budget"
@@ -53,19 +48,6 @@ class WayForecast(NamedTuple):
     def gpu_bytes(self) -> int:
         """Return about how many bytes the process holds on its GPU."""
         return self.peak_bytes + self.wasted_bytes + self.context_bytes
-
-
-def wasted_bytes(peak_bytes: int, *, is_all_kept: bool) -> int:
-    """Return about how many bytes the allocator reserves in vain.
-
-    Args:
-        peak_bytes: allocated at most.
-        is_all_kept: nothing moves, and nothing is recomputed.
-    """
-    if is_all_kept:
-        return round(_KEEPING_SHARE * peak_bytes)
-    low, high = (round(share * peak_bytes) for share in _CHANGING_SHARES)
-    return max(low, min(high, _CHANGING_BYTES))
 
 
 class RankForecast(NamedTuple):

@@ -23,7 +23,7 @@ from offload_engine.rehearsal.costs import KernelCosts
 from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
 from offload_engine.rehearsal.failures import rehearsing
-from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone, wasted_bytes
+from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone
 from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
 from offload_engine.schedule import no_pipelining
@@ -34,8 +34,8 @@ _WORKSPACE_BYTES: Final = 64 << 20
 """Workspace of cuBLAS on Hopper."""
 _PIECE_BYTES: Final = 1 << 30
 """The system may refuse a larger allocation than it has memory, although no page is ever touched."""
-_NUM_STEPS: Final = 2
-"""The policy learns sizes from the first."""
+_NUM_STEPS: Final = 3
+"""The policy learns sizes from the first, and the allocator has the segments of the second."""
 
 
 class ModelRehearsal:
@@ -119,7 +119,7 @@ class ModelRehearsal:
         job = Job(tuple(no_pipelining(1)), saved)
         options = layer_options(saved, checkpointed)
         costs = Costs(self._link, options=options, floor_ms=floor.milliseconds)
-        return choose_within(self._budget_bytes, job, job, self._boundaries, costs)
+        return choose_within(self._budget_bytes, job, job, self._boundaries, costs, floor.wasted_bytes)
 
     def run(
         self,
@@ -143,6 +143,7 @@ class ModelRehearsal:
             config = OffloadConfig(min_tensor_bytes=self._min_tensor_bytes, dry_run=dry_run, policy=policy)
             engine = RehearsalEngine(config, device)
             handle = LayerOffload(model, find_layers(model, None), engine, checkpoints)
+            hollow.allocated.segments.trim()  # what making the model took
             for _ in range(_NUM_STEPS):
                 hollow.allocated.reset_peak()
                 device.clocks.begin_step()
@@ -152,7 +153,7 @@ class ModelRehearsal:
             stats = engine.stats
             self._managed_bytes = stats.managed_bytes
             self._shapes, self._boundaries = shapes_of(engine.boundaries), tuple(engine.boundaries)
-            wasted = wasted_bytes(peak, is_all_kept=dry_run and not checkpoints)
+            wasted = hollow.allocated.segments.reserved_bytes - peak
             way = WayForecast(name, peak, wasted, milliseconds, stats.host_bytes, stats.copied_out_bytes)
             handle.remove()
             del state

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -76,6 +77,14 @@ def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
     without = plan_step(rank.actions, rank.shapes)
     moved, could = ({slots[g.index] for _, (_, g) in each.moves()} for each in (plan, without))
     assert slots[3] in moved and moved == could - {slots[4]}
+    assert [group.recomputed_bytes // MIB for group in after] == [52, 448]
+    option = RecomputeOption(
+        "mlp", mlp, 500 * MIB, 3.0, output_bytes=64 * MIB
+    )  # to the end of the first group's backward
+    [shape] = with_recomputation(rank.shapes, [option])
+    assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == [116, 448]
+    [shape] = with_recomputation(rank.shapes, [dataclasses.replace(option, comes_back=False)])
+    assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == [64, 0]
     with pytest.raises(ValueError, match="it must replace a group"):
         RecomputeOption("mlp", frozenset(), 1, 1.0)
 

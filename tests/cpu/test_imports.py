@@ -44,8 +44,9 @@ LAYERS = {
         _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
         _budget.floor _budget.known _budget.learn _budget.taken _budget.decide _budget.in_force _budget.hold
         _budget.verify _budget.view _budget.controller engine_view
-        identities functions graph_captures engine plan_files rehearsal rehearsal.allocated rehearsal.attention
-        rehearsal.costs rehearsal.failures rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device
+        identities functions graph_captures engine plan_files rehearsal rehearsal.allocator rehearsal.allocated
+        rehearsal.attention rehearsal.costs rehearsal.failures rehearsal.operators rehearsal.progress rehearsal.share
+        rehearsal.device
         rehearsal.forecast rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables
         rehearsal.chosen rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
@@ -66,8 +67,8 @@ LAYERS = {
         _rows.host_reads _rows.registry _rows.runtime _rows.fsdp _rows.full_graphs _rows.fused_wgrad
         _rows.host_claims _rows.moe _rows.overlap _rows.recompute _rows.schedules _rows.without_gpu
         _rows.cpu_fsdp _rows.cpu _arguments _captures _check _command_line _plan_files _second_step
-        _training_log _runtime _handle . _rehearsal _rehearsal.job _rehearsal.kernels _rehearsal.building
-        _rehearsal.modules _rehearsal.script _rehearsal.rows _rehearsal.stage _rehearsal.forecast
+        _training_log _runtime _handle . _rehearsal _rehearsal.job _rehearsal.kernels _rehearsal.modules
+        _rehearsal.building _rehearsal.script _rehearsal.rows _rehearsal.stage _rehearsal.forecast
         _rehearsal.command __main__
     """,
 }

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from tests.dist.launch import Pipeline, run_ranks
 
+LONG = Path(__file__).parents[2] / "docs/results/2026-11-26_long_h200.jsonl"
 NUM_MICROBATCHES = 4
 NAMES = {
     "dense": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"],
@@ -134,6 +137,39 @@ def _forecast_of_setup(name: str) -> Measured:
     return Measured(peaks[0], peaks[1], forecast.steps[0].milliseconds, forecast.steps[1].milliseconds)
 
 
+def test_what_is_held_at_32768_tokens() -> None:
+    """Within 5%, and 3.5% in the middle, of what H200s held; it was up to 11% low."""
+    turns = [json.loads(line) for line in LONG.read_text().splitlines()]
+    held: dict[tuple[str, str], int] = {}
+    for turn in turns:
+        if turn["kind"] == "turn" and turn["label"] in ("none", "recompute"):
+            place, nbytes = (turn["setup"], turn["label"]), turn["peak_reserved_bytes"] + turn["outside_bytes"]
+            held[place] = max(nbytes, held.get(place, 0))
+    (found,) = run_ranks(_held_at_32768_tokens, list(held), pipeline=None, timeout_s=300)
+    errors = [got / expected - 1 for got, expected in zip(found, held.values(), strict=True)]
+    assert len(errors) == 4 and sorted(map(abs, errors))[-1] < 0.05 and sorted(map(abs, errors))[2] < 0.035, errors
+
+
+def _held_at_32768_tokens(places: list[tuple[str, str]]) -> list[int]:
+    from benchmarks.gpu import settings
+    from megatron_patches._arguments import Settings
+    from megatron_patches._rehearsal.forecast import _FULL
+    from megatron_patches._rehearsal.stage import StageRehearsal
+    from offload_engine import OffloadConfig
+    from offload_engine.planning.clocks import Link
+    from offload_engine.planning.hardware import find_hardware
+    from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES
+
+    found = []
+    for setup, way in places:
+        shape = dataclasses.replace(settings.SETUPS[setup].shape, seq=32_768, nmb=1, vocab=8_192)
+        changes = _FULL if way == "recompute" else {}
+        with StageRehearsal(_job_of(shape, 1), find_hardware("h200"), Link(55.0, 55.0), 0, **changes).ready() as stage:
+            outcome = stage.run(Settings(OffloadConfig(), (), has_report=False))
+        found.append(outcome.peak_bytes + outcome.wasted_bytes + TE_CONTEXT_BYTES)
+    return found
+
+
 def _job_of(shape: Any, num_gpus: int) -> Any:
     """Return the job of a benchmark with TransformerEngine's layers."""
     from benchmarks.gpu import model
@@ -174,18 +210,26 @@ class First(NamedTuple):
     recomputed: int
 
 
-@pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "interleaved"])
-def test_first_predictions_of_what_is_allocated_are_exact(stages: int) -> None:
-    """They were up to 690 MiB too high, and 280 too low. Copies that complete early are worth less than a group."""
-    [(lowest, most, largest, firsts)] = run_ranks(_first_decisions, stages, pipeline=None)
-    assert len(firsts) == len(SHARES) and most - lowest > 8 * largest
+JOBS: dict[str, tuple[dict[str, int], float, tuple[float, ...]]] = {
+    "one stage": ({"layers": 6}, 1 / 4, SHARES),
+    "interleaved": ({"layers": 12, "pp": 2, "vpp": 2}, 1 / 4, SHARES),
+    "experts": ({"layers": 6, "experts": 4, "moeffn": 1792, "vocab": 512}, 1 / 32, SHARES[1:]),
+}
+"""Sizes; the share of the largest group by which a prediction may err, where copies complete early; the budgets."""
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_first_predictions_of_what_is_allocated_are_exact(job: str) -> None:
+    """They were up to 690 MiB too high, and 280 too low; with experts half a group too low, or a whole one too high."""
+    [(lowest, most, largest, firsts)] = run_ranks(_first_decisions, job, pipeline=None, timeout_s=300)
+    assert len(firsts) == len(JOBS[job][2]) and most - lowest > 8 * largest
     assert any(first.recomputed for first in firsts) and any(first.moved for first in firsts), firsts
     assert all(first.recomputed or first.moved for first in firsts), firsts
     errors = [first.predicted - first.held for first in firsts]
-    assert max(map(abs, errors)) <= largest / 4, errors
+    assert max(map(abs, errors)) <= JOBS[job][1] * largest, errors
 
 
-def _first_decisions(stages: int) -> tuple[int, int, int, list[First]]:
+def _first_decisions(name: str) -> tuple[int, int, int, list[First]]:
     """Return the lowest budget, what no offload holds, the largest group, and what was decided between."""
     from benchmarks.gpu.settings import Shape
     from megatron_patches._rehearsal.stage import StageRehearsal
@@ -193,15 +237,15 @@ def _first_decisions(stages: int) -> tuple[int, int, int, list[First]]:
     from offload_engine.planning.hardware import find_hardware
     from offload_engine.planning.shapes import largest_bytes
 
-    layers, vpp = (6, 0) if stages == 1 else (12, 2)
-    small = Shape(
-        layers=layers, hidden=1024, ffn=3584, heads=8, seq=4096, nmb=MICROBATCHES, pp=stages, vpp=vpp, vocab=16_000
-    )
-    with StageRehearsal(_job_of(small, stages), find_hardware("h200"), Link(55.0, 55.0), 0).ready() as stage:
+    sizes = {"hidden": 1024, "ffn": 3584, "heads": 8, "seq": 4096, "nmb": MICROBATCHES, "vocab": 16_000}
+    small = Shape(**{**sizes, **JOBS[name][0]})
+    with StageRehearsal(_job_of(small, small.pp), find_hardware("h200"), Link(55.0, 55.0), 0).ready() as stage:
         all_stays = _planned(stage, 1 << 40)
         ends, known = all_stays.decider.chosen, all_stays.decider.known
         lowest, most = ends.floor.held_bytes, ends.top.held_bytes
-        budgets = [round(lowest + share * (most - lowest)) for share in SHARES]
+        again = {option.output_bytes for option in known.costs.options if option.name in ("mlp", "moe")}
+        assert again == {small.activation_bytes}
+        budgets = [round(lowest + share * (most - lowest)) for share in JOBS[name][2]]
         firsts = [_first(_planned(stage, budget)) for budget in budgets]
     return lowest, most, largest_bytes(known.job.shapes), firsts
 
@@ -214,9 +258,11 @@ def _first(controller: Any) -> First:
 def _planned(stage: Any, budget: int) -> Any:
     """Run steps until the first decision has settled; return the controller, with what was predicted and held."""
     from megatron_patches._arguments import Settings
+    from megatron_patches._model.candidates import find_candidates
     from offload_engine import OffloadConfig
     from offload_engine.engine import OffloadEngine
 
+    names, _ = find_candidates(stage.config, stage.bare, True)
     runtime, made = stage._runtime, list[OffloadEngine]()
 
     def make(step: Any, settings: Settings) -> OffloadEngine:
@@ -224,7 +270,7 @@ def _planned(stage: Any, budget: int) -> Any:
         return made[-1]
 
     runtime._make_engine = make
-    runtime.use(Settings(OffloadConfig(), tuple(stage.names()), has_report=False, may_recompute=True))
+    runtime.use(Settings(OffloadConfig(), names, has_report=False, may_recompute=True))
     while not made or made[-1].budget is None or made[-1].budget.decider.chosen is None:
         stage._step(MICROBATCHES)
     controller: Any = made[-1].budget
