@@ -9,7 +9,6 @@ from itertools import combinations
 from typing import NamedTuple
 
 from offload_engine.captured_layers import CapturedLayers
-from tests.graph_order import reachable
 
 PASSES = (0, 1)
 
@@ -79,7 +78,7 @@ def unordered(
     uses = [*_uses(captured), *of_kernels]
     nodes = {use.node for use in uses} | {node for edge in edges for node in edge[:2]}
     number = {node: index for index, node in enumerate(nodes)}
-    after = reachable(len(nodes), [(number[edge.first], number[edge.then]) for edge in edges])
+    after = _reachable(len(nodes), [(number[edge.first], number[edge.then]) for edge in edges])
 
     def is_behind(one: ByteUse, other: ByteUse) -> bool:
         return bool(after[number[one.node]] >> number[other.node] & 1)
@@ -97,6 +96,26 @@ def unordered(
         and one.node != other.node
         and not (is_behind(one, other) or is_behind(other, one))
     ]
+
+
+def _reachable(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return, for each node, the nodes behind it, as the bits of a number."""
+    following: list[list[int]] = [[] for _ in range(count)]
+    num_before = [0] * count
+    for source, target in edges:
+        following[source].append(target)
+        num_before[target] += 1
+    order = [i for i in range(count) if not num_before[i]]
+    for i in order:
+        for j in following[i]:
+            num_before[j] -= 1
+            if not num_before[j]:
+                order.append(j)
+    after = [0] * count
+    for i in reversed(order):
+        for j in following[i]:
+            after[i] |= after[j] | 1 << j
+    return after
 
 
 def _uses(captured: CapturedLayers) -> Iterator[ByteUse]:

@@ -77,7 +77,6 @@ def run_ranks(
     world_size: int | None = None,
     pipeline: Pipeline | PlainGroup | Variables | None = Pipeline(),  # noqa: B008  # immutable
     timeout_s: float = 120.0,
-    has_children: bool = False,
 ) -> list[Any]:
     """Run `fn(*args)` on every rank of a new process group and return the results in the order of ranks.
 
@@ -88,7 +87,6 @@ def run_ranks(
         pipeline: shape of the parallel state; None: one plain process, nothing set up; `PlainGroup()`: that, and a
             process group of gloo; `Variables(meeting)`: that of torchrun, for a program that makes its own.
         timeout_s: for all ranks together.
-        has_children: whether ranks start processes of multiprocessing themselves, which have to end with them.
 
     Raises:
         RankFailed: if a rank raises, dies, or does not finish in time.
@@ -101,7 +99,7 @@ def run_ranks(
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
             group = Group(rank, world_size, f"file://{directory}/store", pipeline)
-            process = context.Process(target=_rank_main, args=(writer, group, fn, args), daemon=not has_children)
+            process = context.Process(target=_rank_main, args=(writer, group, fn, args), daemon=True)
             process.start()
             writer.close()
             ranks.append((process, reader))

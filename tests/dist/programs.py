@@ -114,11 +114,7 @@ def train(directory: Path, *flags: str, num_ranks: int = 1, has_data: bool = Tru
     metrics = directory / f"metrics_{len(list(directory.glob('metrics_*')))}.json"
     data = ["--data-path", str(directory / "text")] if has_data else []
     arguments = (*data, "--metrics-json", str(metrics), *flags)
-    return as_run(metrics, _run(TRAINER, arguments, directory, num_ranks, {}, has_agent=True))
-
-
-def as_run(metrics: Path, printed: list[Printed]) -> Run:
-    """Read what a run wrote; no step where it ended before its first one."""
+    printed = _run(TRAINER, arguments, directory, num_ranks, {}, has_agent=True)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     output = "\n".join(text for rank in printed for text in (rank.out, rank.err))
     return Run(max(rank.status for rank in printed), steps, output)

@@ -6,12 +6,9 @@ Of what the linear layer of all experts saves, the engine takes the input, once.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -72,10 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared experts": ("mixed", {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 32}),
     "latent attention": ("moe", LATENT),
     "further tokens": ("moe", {"mtp_num_layers": 1}),
-    "recomputed": (
-        "mixed",
-        selective("core_attn", "mlp", moe_layer_freq=[0, 1]),
-    ),
+    "recomputed": ("mixed", selective("core_attn", "mlp", moe_layer_freq=[0, 1])),
 }
 
 
@@ -107,7 +101,14 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
         is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
         with apply(ALL, modules=[name]), mock.patch.object(experts, "_will_quantize", lambda linear: is_quantized):  # noqa: B023
             chunks = _make_chunks(settings)
-            with _saved_tensors() as saved:
+            saved: list[tuple[torch.Tensor, ...]] = []  # what the backward of each linear layer of experts gets back
+            backward = GroupedProduct.backward
+
+            def noting(ctx: Any, *grads: torch.Tensor, saved: list[Any] = saved, backward: Any = backward) -> Any:
+                saved.append(ctx.saved_tensors)
+                return backward(ctx, *grads)
+
+            with mock.patch.object(GroupedProduct, "backward", staticmethod(noting)):
                 run(chunks, 2)
             linears = [moe.experts.linear_fc1 for moe in chunks[0].modules() if hasattr(moe, "experts")]
             assert not any(linear.save_original_input for linear in _linears(chunks))
@@ -120,20 +121,6 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
             assert len(tensors) == num_experts + (1 if is_whole else num_experts)
             are_themselves = {weights[tensor.data_ptr()] is tensor for tensor in tensors[-num_experts:]}
             assert are_themselves == {not (is_offloaded and is_quantized)}
-
-
-@contextmanager
-def _saved_tensors() -> Iterator[list[tuple[torch.Tensor, ...]]]:
-    """Return what the backward of each linear layer of experts gets back."""
-    seen: list[tuple[torch.Tensor, ...]] = []
-    backward = GroupedProduct.backward
-
-    def noting(ctx: Any, *grads: torch.Tensor) -> Any:
-        seen.append(ctx.saved_tensors)
-        return backward(ctx, *grads)
-
-    with mock.patch.object(GroupedProduct, "backward", staticmethod(noting)):
-        yield seen
 
 
 @WAYS
@@ -199,25 +186,24 @@ def test_of_other_classes_nothing_is_known() -> None:
 ARGS = (torch.ones(4, 4), [2, 2])
 
 
-@pytest.mark.parametrize("case", ["plain", "other dtype", "autocast", "weights of another kind", "no tensor"])
-def test_linear_layer_that_casts_may_save_more(case: str) -> None:
-    linear = _linear()
-    if case == "other dtype":
-        linear.half()
-    if case == "weights of another kind":
-        linear.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
-    with torch.autocast("cpu", torch.bfloat16) if case == "autocast" else contextlib.nullcontext():
-        assert experts.saves_only_weights_behind(linear, () if case == "no tensor" else ARGS) == (case == "plain")
+def test_linear_layer_that_casts_may_save_more() -> None:
+    other_kind = _linear()
+    other_kind.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
+    assert experts.saves_only_weights_behind(_linear(), ARGS)
+    for linear, args in ((_linear().half(), ARGS), (other_kind, ARGS), (_linear(), ())):
+        assert not experts.saves_only_weights_behind(linear, args)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not experts.saves_only_weights_behind(_linear(), ARGS)
 
 
-@pytest.mark.parametrize("is_context_quantized", [False, True])
-def test_whether_its_input_is_quantised_is_asked_of_transformer_engine(is_context_quantized: bool) -> None:
+def test_whether_its_input_is_quantised_is_asked_of_transformer_engine() -> None:
     import_or_skip("transformer_engine.pytorch")
-    linear = _linear()
-    with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_context_quantized):
-        assert experts.saves_only_weights_behind(linear, ARGS) == (not is_context_quantized)
-        linear.will_execute_quantized = lambda is_quantized: not is_quantized
-        assert experts.saves_only_weights_behind(linear, ARGS) == is_context_quantized
+    for is_quantized in (False, True):
+        linear = _linear()
+        with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_quantized):  # noqa: B023
+            assert experts.saves_only_weights_behind(linear, ARGS) == (not is_quantized)
+            linear.will_execute_quantized = lambda is_quantized: not is_quantized
+            assert experts.saves_only_weights_behind(linear, ARGS) == is_quantized
 
 
 @pytest.mark.parametrize("is_debugged", [None, False, True])

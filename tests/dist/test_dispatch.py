@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
 from megatron_patches import apply
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, run_with, run_without
 from tests.dist.saved_storages import innermost_hooks
@@ -94,27 +94,13 @@ def test_the_step_after_one_that_raised() -> None:
         chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
         layer = decoder_of(chunks[-1]).layers[-1]
         for module in (layer.self_attention.linear_proj, layer.mlp.router):
-            with _raising_in_second_call(module), pytest.raises(ArithmeticError):
+            hook = module.register_forward_hook(mock.Mock(side_effect=[None, ArithmeticError("in the second call")]))
+            with pytest.raises(ArithmeticError):
                 run(chunks, 3)
+            hook.remove()
             torch.distributed.barrier()
             assert engine_of(handle).pool.num_leases == 0
             assert step(chunks, 3) == expected
-
-
-@contextmanager
-def _raising_in_second_call(module: torch.nn.Module) -> Iterator[None]:
-    calls = []
-
-    def hook(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise ArithmeticError("by the test")
-
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -237,36 +223,18 @@ EACH = [
 ]
 
 
-def test_flex_dispatcher_without_a_pipeline() -> None:
-    cases = [Case("moe", names, settings=FLEX) for names in (*EACH, ["router"], ["experts"])]
-    cases.append(Case("mixed", EACH[-1], torch.bfloat16, FLEX, wrap=True))
-    _check_what_moves(run_ranks(_copied_bytes, cases, [3, 2], pipeline=Pipeline(expert=2)))
-
-
-def test_flex_dispatcher_under_the_overlap_in_a_pipeline() -> None:
-    cases = [Case("moe", names, torch.bfloat16, {**FLEX, **OVERLAP}, wrap=True) for names in EACH]
-    _check_what_moves(run_ranks(_copied_bytes, cases, [4], pipeline=DEEP))
-
-
-def _check_what_moves(copied: list[list[int]]) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=["alone", "pipeline, overlap"])
+@on_ranks(timeout_s=240)
+def test_flex_dispatcher(shape: Pipeline) -> None:
     """With the permuted tokens goes what the dispatcher keeps of its permutation."""
-    assert all(0 < tokens < dispatched < total for tokens, dispatched, total, *_ in copied), copied
-
-
-def _copied_bytes(cases: list[Case], microbatches: list[int]) -> list[int]:
-    """Of the last step of each case."""
-    references = References()
+    if shape == DEEP:
+        cases = [Case("moe", names, torch.bfloat16, {**FLEX, **OVERLAP}, wrap=True) for names in EACH]
+    else:
+        cases = [Case("moe", names, settings=FLEX) for names in (*EACH, ["router"], ["experts"])]
+        cases.append(Case("mixed", EACH[-1], torch.bfloat16, FLEX, wrap=True))
+    microbatches, references = [4] if shape == DEEP else [3, 2], References()
     with deep_ep_over_gloo():
-        steps = [
-            run_with(case, microbatches, references.of(case, microbatches), is_evaluated=case is cases[0])
-            for case in cases
-        ]
-    return [counters[-1].copied_out_bytes for counters in steps]
-
-
-@on_ranks(Pipeline(expert=2))
-def test_the_stand_in_computes_what_the_alltoall_dispatcher_does() -> None:
-    flex = Case("moe", [], settings=FLEX)
-    alltoall = Case("moe", [], settings={**FLEX, "moe_token_dispatcher_type": "alltoall"})
-    with deep_ep_over_gloo():
-        assert run_without(flex, [2]) == run_without(alltoall, [2])
+        tokens, dispatched, total, *_ = (
+            run_with(case, microbatches, references.of(case, microbatches))[-1].copied_out_bytes for case in cases
+        )
+    assert 0 < tokens < dispatched < total

@@ -27,13 +27,12 @@ from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.shapes import ChunkShape, GroupShape
 from offload_engine.sizes import parse_size
-from tests.dist.budgets import Skewed, Trained, ends, largest, optimizer_of, train
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.budgets import Skewed, Trained, ends, gathered, optimizer_of, train
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
 from tests.dist.test_recompute_switches import MODELS, _config, _step
 from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train as train_distributed
-from tests.lookups import present
 
 NUM_STEPS = 8
 NUM_FREE = 5
@@ -61,9 +60,14 @@ def test_steps_are_the_same_and_within_the_budget(
     whole = within("1TiB", [4] * 6)
     floor, top = ends(whole.view)
     assert floor == top or whole.peaks[0] < whole.peaks[-1]  # everything leaves until it has decided, and nothing then
-    budget = sum(largest(floor, top)) // 2
+    budget = half_way(floor, top)
     found = within(f"{budget}", numbers)
     assert max(found.peaks[NUM_FREE:]) <= budget and found.view.state in (State.HOLD, State.VERIFY), found
+
+
+def half_way(floor: int, top: int) -> int:
+    """From everything offloaded to nothing moved, on the rank that takes the most."""
+    return sum(map(max, zip(*gathered((floor, top)), strict=True))) // 2
 
 
 @on_ranks(world_size=2, timeout_s=240.0)
@@ -79,35 +83,15 @@ def test_the_distributed_optimizer() -> None:
     with apply(ALL, has_report=False) as handle:
         expected, kept = steps(), steps(offload_gpu_budget="1TiB")
         floor, top = kept[0][1], kept[-1][1]
-        budget = sum(largest(floor, top)) // 2
+        budget = half_way(floor, top)
         within = steps(offload_gpu_budget=f"{budget}")
     assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
     assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
 
 
-@on_ranks(Pipeline(2), timeout_s=240.0)
-def test_two_models_in_a_process() -> None:
-    kinds = {"dense": "1TiB", "mixed": "250KiB"}
-    expected = {kind: step(make_chunks(make_config(kind)), 4) for kind in kinds}
-    with apply(ALL, has_report=False) as handle:
-        models = {kind: make_chunks(make_config(kind, offload_gpu_budget=size)) for kind, size in kinds.items()}
-        optimizer = optimizer_of(*models.values())
-        for _ in range(NUM_STEPS):
-            for kind, chunks in models.items():
-                assert step(chunks, 4) == expected[kind], kind
-            optimizer.step()
-        assert (
-            present(engine_of(handle).budget).state is State.HOLD and stats_of(handle).peak_resident_bytes <= 250 << 10
-        )
-
-
+@on_ranks(Pipeline(2))
 def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run_ranks(_check_plan, str(tmp_path), pipeline=Pipeline(2))
-    assert {path.name for path in tmp_path.iterdir()} == {"plan_rank0.json", "plan_rank1.json", "plan.png"}
-
-
-def _check_plan(folder: str) -> None:
     expected = {4: step(make_chunks(make_config("mixed")), 4)}
 
     def peaks(budget: str, num_steps: int, **files: str) -> list[int]:
@@ -115,13 +99,15 @@ def _check_plan(folder: str) -> None:
             lambda: make_chunks(make_config("mixed", offload_gpu_budget=budget, **files)), [4] * num_steps, expected
         ).peaks
 
-    files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
-    (budget,) = largest(peaks("1TiB", 6)[-1])
+    files = {"offload_plan": f"{tmp_path}/plan.json", "offload_plan_plot": f"{tmp_path}/plan.png"}
+    budget = max(gathered(peaks("1TiB", 6)[-1]))
     first, again = (peaks(f"{budget}", num_steps, **files) for num_steps in (6, 2))
     assert first[0] < first[-1] and again[0] > first[0]  # nothing had to be measured
     assert max(again) <= budget
+    torch.distributed.barrier()
+    assert {path.name for path in tmp_path.iterdir()} == {"plan_rank0.json", "plan_rank1.json", "plan.png"}
     with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
-        peaks(f"{budget}", 1, offload_plan=f"{folder}/nowhere/plan.json")
+        peaks(f"{budget}", 1, offload_plan=f"{tmp_path}/nowhere/plan.json")
 
 
 @on_ranks()
@@ -160,22 +146,13 @@ def test_only_the_names_given_are_candidates() -> None:
             run(make_chunks(make_config()), 2)
 
 
-@pytest.mark.parametrize(
-    ("budget", "nbytes", "message"),
-    [
-        ("60GiB", 60 << 30, ""),
-        ("75%", 60 << 30, ""),
-        ("auto", (80 << 30) - (80 << 30) // 64, ""),
-        ("81GiB", None, "--offload-gpu-budget 81GiB is above the 80.00 GiB of the GPU: lower it, or give auto"),
-        ("5%", None, "--offload-gpu-budget 5% is 4.00 GiB, but 5.00 GiB are taken"),
-    ],
-)
-def test_a_budget_on_a_gpu(budget: str, nbytes: int | None, message: str) -> None:
-    if nbytes is not None:
-        assert checked(parse_size(budget), 80 << 30, 5 << 30) == nbytes
-    else:
+def test_a_budget_on_a_gpu() -> None:
+    size, taken = 80 << 30, 5 << 30
+    for budget, nbytes in (("60GiB", 60 << 30), ("75%", 60 << 30), ("auto", size - size // 64)):
+        assert checked(parse_size(budget), size, taken) == nbytes
+    for budget, message in (("81GiB", "is above the 80.00 GiB of the GPU"), ("5%", "is 4.00 GiB, but 5.00 GiB are")):
         with pytest.raises(ValueError, match=message):
-            checked(parse_size(budget), 80 << 30, 5 << 30)
+            checked(parse_size(budget), size, taken)
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------------
@@ -209,10 +186,9 @@ def _train(model: str, budget: str, expected: dict[str, str], num_steps: int = N
 
 
 def _half_way(model: str, expected: dict[str, str]) -> int:
-    """From everything offloaded to nothing moved, on the rank that takes the most."""
     whole = _train(model, "1TiB", expected, num_steps=6)
     assert whole.view.summary.recomputed_bytes == 0
-    return sum(largest(*ends(whole.view))) // 2
+    return half_way(*ends(whole.view))
 
 
 @pytest.mark.parametrize(
@@ -220,22 +196,19 @@ def _half_way(model: str, expected: dict[str, str]) -> int:
     [("dense", Pipeline(2)), ("spread", Pipeline(tensor=2)), ("experts", Pipeline(2, 2, 2))],
     ids=str,
 )
+@on_ranks(timeout_s=240.0)
 def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: Pipeline) -> None:
-    chosen = run_ranks(_check_steps, model, pipeline=shape, timeout_s=240.0)
-    assert any(recomputed for _, recomputed in chosen)
-    of_stages = dict(chosen)
-    assert all(recomputed == of_stages[stage] for stage, recomputed in chosen)
-
-
-def _check_steps(model: str) -> tuple[int, list[Slot]]:
     expected = _step(_recomputing(model), NUM_MICROBATCHES)
     budget = _half_way(model, expected)
     with where_the_link_is_behind():
         peaks, view = _train(model, f"{budget}", expected)
-    recomputed = view.decider.chosen.best.decision.choices.recomputed
+    best = view.decider.chosen.best
+    recomputed = best.decision.choices.recomputed
     assert max(peaks[-3:]) <= budget and bool(view.summary.recomputed_bytes) == bool(recomputed)
-    assert sum(view.decider.chosen.best.recomputed_bytes.values()) == view.summary.recomputed_bytes
-    return ps.get_pipeline_model_parallel_rank(), sorted(recomputed)
+    assert sum(best.recomputed_bytes.values()) == view.summary.recomputed_bytes
+    chosen = gathered((ps.get_pipeline_model_parallel_rank(), recomputed))
+    assert any(of_rank for _, of_rank in chosen)
+    assert all(of_rank == dict(chosen)[stage] for stage, of_rank in chosen)
 
 
 @on_ranks()
@@ -255,13 +228,9 @@ def test_a_plan_that_recomputes_is_given_back_unless_that_is_forbidden(tmp_path:
         _train("dense", f"{budget}", expected, offload_plan=file, offload_recompute="off")
 
 
+@on_ranks(Pipeline(tensor=2), timeout_s=240.0)
 def test_a_rank_above_its_budget_changes_nothing_that_others_recompute_too() -> None:
-    before, after = zip(*run_ranks(_check_excess, pipeline=Pipeline(tensor=2), timeout_s=240.0), strict=True)
-    assert before[0] == before[1] == after[0] == after[1] and before[0]
-
-
-def _check_excess() -> list[list[Slot]]:
-    expected, found = _step(_recomputing("dense"), NUM_MICROBATCHES), []
+    expected, found = _step(_recomputing("dense"), NUM_MICROBATCHES), list[Any]()
     budget = _half_way("dense", expected)
     with where_the_link_is_behind(), apply(ALL) as handle:
         chunks = _recomputing("dense", offload_gpu_budget=f"{budget}")
@@ -273,8 +242,8 @@ def _check_excess() -> list[list[Slot]]:
             if number == NUM_RECOMPUTING - 1:
                 view._last.gauge = Skewed(view._last.gauge, budget // 4 if torch.distributed.get_rank() else 0)
             if number >= NUM_RECOMPUTING - 1:
-                found.append(sorted(view.decider.chosen.best.decision.choices.recomputed))
-    return [found[0], found[-1]]
+                found += gathered(view.decider.chosen.best.decision.choices.recomputed)
+    assert found[0] and all(each == found[0] for each in found)
 
 
 @on_ranks()
@@ -308,8 +277,7 @@ def _offered(model: str, *, is_evaluated: bool = False, **attributes: Any) -> di
     """
     chunks = _recomputing(model)
     config: Any = chunks[0].config
-    for name, value in attributes.items():
-        setattr(config, name, value)
+    vars(config).update(attributes)
     names = drop_parts(find_candidates(config, chunks, has_budget=True)[0])[0]
     options = RecomputeOptions(chunks, names)
     config.fp8 = None

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of stages, layers and recomputation leave, although megatron-core holds them: the same bits.
-
-Among the cases are those of megatron-core's own test of its offload, as recipes that are taken over.
-"""
+"""Inputs of stages, layers and recomputation leave, although megatron-core holds them: the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_patches import Handle, apply
-from offload_engine import ChunkOffloadHandler, FixedBounds, OffloadConfig
+from offload_engine import ChunkOffloadHandler, FixedBounds
 from offload_engine.schedule import backward_at_once
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
-from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without
-from tests.dist.settings import GROUPED, OVERLAP, SHARED, full, selective
+from tests.dist.parity import Case, actions, run_with, run_without
+from tests.dist.settings import GROUPED, SHARED, full, selective
 from tests.dist.streams import adversarial_device
 from tests.dist.tiny import (
     ALL,
@@ -33,7 +29,6 @@ from tests.dist.tiny import (
     make_config,
     run,
     stats_of,
-    step,
 )
 
 # -- storages held outside autograd have no bytes between copy-out and backward ----------------------------------------
@@ -54,8 +49,8 @@ def test_stage_inputs(shape: Pipeline) -> None:
                 seen.append((decoder.input_tensor, decoder.input_tensor.untyped_storage().nbytes()))
             return result
 
-        with _applied() as handle:
-            chunks = make_chunks(_config(case))
+        with _applied(case.names) as handle:
+            chunks = make_chunks(make_config(case.kind, **case.settings))
             run(chunks, num_microbatches, forward_step=looking)
             stats = stats_of(handle)
             # Kept is the last group of a chunk whose backward comes at once: the first layer's, if there is only one.
@@ -92,14 +87,14 @@ def test_embeddings_without_a_pipeline(logger: str, micro_batch: int) -> None:
     def some(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
         return forward_step((batch[:micro_batch] for batch in batches), model, *more)
 
-    with _applied() as handle:
-        (chunk,) = _chunks(["attn_norm"])
+    with _applied(["attn_norm"]) as handle:
+        (chunk,) = chunks = make_chunks(make_config())
         chunk.decoder.register_forward_pre_hook(_as_known(enter_decoder), with_kwargs=True)
         chunk.decoder.layers[1].register_forward_pre_hook(_as_known(note_size))
         chunk.output_layer.register_forward_pre_hook(note_size)
         chunk.config.config_logger_dir = logger
         chunk.output_layer.register_forward_hook(lambda *_: setattr(chunk.config, "config_logger_dir", ""))
-        run([chunk], 1, forward_step=some)
+        run(chunks, 1, forward_step=some)
         stats = stats_of(handle)
         assert (sizes == [0, 0]) == (not logger) and stats.num_viewed_storages == 0
         assert stats.num_emptied_storages == int(not logger)
@@ -121,8 +116,8 @@ def test_an_input_of_recomputation_that_other_code_keeps_stays() -> None:
     def keep(module: Any, args: Any) -> None:
         kept.append((args[0].detach(), args[0].detach().clone()))
 
-    with _applied() as handle:
-        (chunk,) = _chunks(["attn_norm"], selective("layernorm"))
+    with _applied(["attn_norm"]) as handle:
+        (chunk,) = make_chunks(make_config(**selective("layernorm")))
         for layer in chunk.decoder.layers:
             layer.input_layernorm.register_forward_pre_hook(_as_known(keep))
         chunk.output_layer.register_forward_pre_hook(lambda *_: are_equal.extend(torch.equal(*pair) for pair in kept))
@@ -130,17 +125,9 @@ def test_an_input_of_recomputation_that_other_code_keeps_stays() -> None:
         assert are_equal and all(are_equal) and stats_of(handle).num_offloaded_groups > 0
 
 
-def _applied() -> Handle:
+def _applied(names: Sequence[str]) -> Handle:
     # Released as soon as they are copied: what is empty is so at once.
-    return apply(ALL.replace(policy=FixedBounds(max_inflight_bytes=0)))
-
-
-def _chunks(names: list[str], settings: dict[str, Any] = {}) -> list[Any]:  # noqa: B006
-    return make_chunks(_config(Case("dense", names, settings=settings)))
-
-
-def _config(case: Case) -> Any:
-    return make_config(case.kind, **case.settings, offload_activation=True, offload_modules=list(case.names))
+    return apply(ALL.replace(policy=FixedBounds(max_inflight_bytes=0)), modules=names)
 
 
 # -- what selective recomputation starts from leaves, each by its name -------------------------------------------------
@@ -179,85 +166,17 @@ def test_it_leaves() -> None:
 
 
 @on_ranks()
-def test_queries_keys_and_values_leave() -> None:
-    """Beside them the kernel's checkpoint keeps a number that the host reads, which on a GPU is not on the device."""
-    case = Case("mixed", ["core_attn"], settings=selective("core_attn"))
-    (stats,) = run_with(case, [2], run_without(case, [2]))
+def test_more_than_an_input_leaves() -> None:
+    """With queries, keys and values a number stays that the host reads; `qkv_linear` has all projections of latents."""
     mask = SEQUENCE * SEQUENCE
-    assert stats.num_offloaded_groups == 6
-    assert 6 * 3 * INPUT < stats.copied_out_bytes <= 6 * (3 * INPUT + mask + 4)
-    assert (stats.copied_in_bytes, stats.num_viewed_storages) == (stats.copied_out_bytes, 0)
-
-
-@on_ranks()
-def test_projections_beside_a_recomputed_one() -> None:
-    """`qkv_linear` is all of them: the input of those to the latents, and what the recomputed ones start from."""
-    case = Case("dense", ["qkv_linear"], settings=selective("mla_up_proj", **LATENT))
-    (stats,) = run_with(case, [2], run_without(case, [2]))
-    assert stats.copied_in_bytes == stats.copied_out_bytes >= 6 * LATENTS + 6 * INPUT
-    assert stats.num_viewed_storages == 0
-
-
-OWN_NORM = ["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
-# What megatron-core's own test offloads, with norms and, in models with experts, the activation recomputed: whether the
-# model has experts, whether its attention has latents, and the names.
-UPSTREAM = [
-    (False, True, ["attn_norm"]),
-    (True, False, ["qkv_linear"]),
-    (True, False, ["core_attn"]),
-    (True, True, ["core_attn", "attn_proj"]),
-    (True, False, ["mlp_norm"]),
-    (True, False, ["expert_fc1"]),
-    (True, False, ["moe_act"]),
-]
-UPSTREAM_OVERLAP = [
-    (True, True, ["attn_norm"]),
-    (True, True, ["core_attn"]),
-    (True, True, ["attn_norm", "core_attn", "attn_proj"]),
-    (True, True, ["mlp_norm"]),
-    (True, False, ["expert_fc1"]),
-    (True, False, ["moe_act"]),
-    (True, False, ["mlp_norm", "expert_fc1", "moe_act"]),
-    (True, True, OWN_NORM),
-    (True, False, OWN_NORM),
-]
-
-
-@pytest.mark.parametrize(
-    ("cases", "overlap", "shape"),
-    [
-        pytest.param(UPSTREAM, {}, Pipeline(), id="alone"),
-        pytest.param(UPSTREAM_OVERLAP, OVERLAP, Pipeline(expert=2), id="under the overlap"),
-    ],
-)
-@on_ranks()
-def test_megatron_cores_own_cases(cases: list[Any], overlap: dict[str, Any], shape: Pipeline) -> None:
-    references: dict[tuple[bool, bool], dict[str, str]] = {}
-    for has_experts, has_latents, names in cases:
-        kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
-        settings = {**overlap, **selective(*(["layernorm", "moe_act"] if has_experts else ["layernorm"]))}
-        settings.update({**(LATENT if has_latents else {}), **(GROUPED if has_experts else {})})
-        recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1}
-        change = None if has_latents else _with_the_norm_inside
-        model = has_experts, has_latents
-        if model not in references:
-            chunks = make_chunks(make_config(kind, dtype, **settings), change=change)
-            references[model] = step(chunks, 2)
-        with apply(OffloadConfig(directory="none"), replace_fine_grained=True, has_report=False) as handle:
-            chunks = make_chunks(make_config(kind, dtype, **settings, **recipe), change=change)
-            assert step(chunks, 2) == references[model], names
-            stats = stats_of(handle)
-        assert 0 < stats.copied_out_bytes == stats.copied_in_bytes, names
-        assert stats.num_viewed_storages == 0, names
-        assert stats.copied_out_bytes + stats.kept_bytes == stats.managed_bytes, names
-        if SAVES_COPIES and {*names} <= {"attn_norm", "mlp_norm", "moe_act"}:  # these are kept, until they are emptied
-            assert stats.num_emptied_storages >= stats.num_offloaded_groups, names
-
-
-def _with_the_norm_inside(chunk: Any) -> None:
-    """As with TransformerEngine, whose projection of query, key and value has it."""
-    for layer in chunk.decoder.layers:
-        layer.input_layernorm, layer.recompute_input_layernorm = IdentityOp(), False
+    for kind, name, settings, least, most in (
+        ("mixed", "core_attn", selective("core_attn"), 3 * INPUT, 3 * INPUT + mask + 4),
+        ("dense", "qkv_linear", selective("mla_up_proj", **LATENT), LATENTS + INPUT - 1, 2 * (LATENTS + INPUT)),
+    ):
+        case = Case(kind, [name], settings=settings)
+        (stats,) = run_with(case, [2], run_without(case, [2]))
+        assert 6 * least < stats.copied_out_bytes == stats.copied_in_bytes <= 6 * most, name
+        assert stats.num_viewed_storages == 0
 
 
 @on_ranks()

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,30 +27,44 @@ NAMES = ["--offload-activation", "--offload-modules", "core_attn", "mlp_fc1"]
 AUTO = ["--offload-gpu-budget", "auto"]
 
 
-def _run(*arguments: str) -> tuple[str, str, int]:
-    """Run the command in a process of its own; return what it prints, its errors, and its exit status."""
-    (found,) = run_ranks(_command, list(arguments), pipeline=None, timeout_s=300)
+Printed = tuple[str, str, int]
+"""What a command prints, its errors, and its exit status."""
+
+
+def _run(*commands: list[str]) -> list[Printed]:
+    """Run commands in one process of their own: none of them changes anything for the others."""
+    (found,) = run_ranks(_commands, commands, pipeline=None, timeout_s=300)
+    return found
+
+
+def _commands(commands: Sequence[list[str]]) -> list[Printed]:
+    from megatron_patches.__main__ import main
+
+    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"  # megatron.training asks for it where it reads recipes
+    found = []
+    for arguments in commands:
+        out, error, status = io.StringIO(), io.StringIO(), 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            try:
+                main(arguments)
+            except SystemExit as end:
+                status = int(end.code or 0)
+        found.append((out.getvalue(), error.getvalue(), status))
     return found
 
 
 def _plan(*arguments: str) -> str:
     """Return the tables of a job that can be planned."""
-    out, error, status = _run("--plan", *arguments)
+    ((out, error, status),) = _run(["--plan", *arguments])
     assert status == 0, error
     return out
 
 
-def _command(arguments: list[str]) -> tuple[str, str, int]:
-    from megatron_patches.__main__ import main
-
-    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"  # megatron.training asks for it where it reads recipes
-    out, error, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return out.getvalue(), error.getvalue(), status
+def _check_mistakes(mistakes: list[tuple[list[str], str]]) -> None:
+    """Each is one line."""
+    found = _run(*(arguments for arguments, _ in mistakes))
+    for (_, message), (_, error, status) in zip(mistakes, found, strict=True):
+        assert status == 2 and message in error.splitlines()[-1], error
 
 
 def test_dense_in_a_pipeline(tmp_path: Path) -> None:
@@ -115,34 +129,19 @@ def test_what_stays_on_a_run_stays_in_the_forecast(is_in_front: bool) -> None:
     assert {name for _, name in _moved(plan("--offload-activation"))} == {"core_attn"}
 
 
-MISTAKES = [
-    (["--plan", "--budget", "200GiB", *JOB], "--budget 200GiB is above the 139.8"),
-    (["--plan", *JOB, "--offload-gpu-budget", "200GiB"], "--offload-gpu-budget 200GiB is above"),
-    (["--plan", *NAMES, "router_fc1", *JOB], "--offload-modules matches nothing in this model: 'router_fc1'"),
-    (["--plan", *JOB, *AUTO, "--offload-min-tensor-bytes", "moe_act=1"], "moe_act=1, but 'moe_act' has no group"),
-    (["--plan", *NAMES, "--offload-dir", "/tmp", *JOB], "--offload-dir /tmp is for a run without"),
-    (["--plan", *JOB, "--offload-num-layers", "1"], "--offload-num-layers without"),
-    (["--plan", "--nodes", "two", str(TRAINER)], "argument --nodes: 'two' is not a number of at least 1"),
-    (["--plan", "--hardware", "h300", str(TRAINER)], "'h300' is unknown hardware; known are a100-40"),
-    (["--plan", str(TRAINER), *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
-    (["--plan", "--hardware", "h200x3", *JOB, *TWO_STAGES], "3 GPUs cannot be divided among model replicas of 2"),
-    (["--hardware", "h100", "--budget", "3GiB", str(TRAINER)], "--hardware, --budget without --plan changes nothing"),
-]
-
-
 def test_mistakes_are_one_line() -> None:
-    _check_mistakes(MISTAKES)
-
-
-def _check_mistakes(mistakes: list[tuple[list[str], str]]) -> None:
-    """Make all of them in one process: none of them changes anything."""
-    (found,) = run_ranks(_commands, [arguments for arguments, _ in mistakes], pipeline=None, timeout_s=300)
-    for (_, message), (_, error, status) in zip(mistakes, found, strict=True):
-        assert status == 2 and message in error.splitlines()[-1], error
-
-
-def _commands(each: list[list[str]]) -> list[tuple[str, str, int]]:
-    return [_command(arguments) for arguments in each]
+    _check_mistakes(
+        [
+            (["--plan", "--budget", "200GiB", *JOB], "--budget 200GiB is above the 139.8"),
+            (["--plan", *JOB, "--offload-gpu-budget", "200GiB"], "--offload-gpu-budget 200GiB is above"),
+            (["--plan", *NAMES, "router_fc1", *JOB], "--offload-modules matches nothing in this model: 'router_fc1'"),
+            (["--plan", *JOB, *AUTO, "--offload-min-tensor-bytes", "moe_act=1"], "moe_act=1, but 'moe_act' has no"),
+            (["--plan", *NAMES, "--offload-dir", "/tmp", *JOB], "--offload-dir /tmp is for a run without"),
+            (["--plan", str(TRAINER), *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
+            (["--plan", "--hardware", "h200x3", *JOB, *TWO_STAGES], "3 GPUs cannot be divided among model replicas"),
+            (["--hardware", "h100", "--budget", "3GiB", str(TRAINER)], "--hardware, --budget without --plan changes"),
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,84 +149,65 @@ def _commands(each: list[list[str]]) -> list[tuple[str, str, int]]:
     [("build_chunk", "stage 0 cannot be"), ("_forward_step", "a step of stage 0 without offload cannot be")],
 )
 def test_a_rehearsal_that_breaks_off_is_one_line(name: str, message: str) -> None:
-    ((_, error, status),) = run_ranks(_broken_command, name, pipeline=None)
+    (((_, error, status),),) = run_ranks(_broken_command, name, pipeline=None)
     assert status == 2 and f"error: {message} rehearsed: no kernel. Omit" in error.splitlines()[-1]
 
 
-def _broken_command(name: str) -> tuple[str, str, int]:
+def _broken_command(name: str) -> list[Printed]:
     from megatron_patches._rehearsal import stage
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel.\nframes of C++")
 
     setattr(stage, name, broken)
-    return _command(["--plan", *JOB])
-
-
-def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
-    if importlib.util.find_spec("megatron.training") is not None:
-        pytest.skip("Megatron-LM is installed, and reads them")
-    script = tmp_path / "train.py"
-    script.write_text("")
-    _, error, status = _run("--plan", str(script), "--anything")
-    assert status == 2 and "cannot be read" in error.splitlines()[-1]
+    return _commands([["--plan", *JOB]])
 
 
 # -- scripts of Megatron-LM --------------------------------------------------------------------------------------------
 
+RECIPE = ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "qkv_linear"]
+RECIPE += ["--activation-offload-fraction", "0.5"]
 
-def _script(folder: Path) -> list[str]:
-    """Return one with its arguments; skip the test without Megatron-LM."""
+
+@pytest.fixture
+def job(tmp_path: Path) -> list[str]:
+    """Return a script of Megatron-LM with its arguments; skip the test without it."""
     pytest.importorskip("megatron.training")
-    script = folder / "pretrain_gpt.py"
+    script = tmp_path / "pretrain_gpt.py"
     script.write_text("")
     training = ["--max-position-embeddings", "64", "--train-iters", "1", "--lr", "1e-4", "--micro-batch-size", "1"]
     training += ["--tokenizer-type", "NullTokenizer", "--global-batch-size", "8"]
     return [str(script), *JOB[1:], *training]
 
 
-@pytest.mark.parametrize(
-    ("flags", "num_microbatches"),
-    [([], 4), (["--context-parallel-size", "2"], 8)],
-    ids=["alone", "context parallelism"],
-)
-def test_a_script_of_megatron_lm(flags: list[str], num_microbatches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "num_microbatches"), [([], 4), (["--context-parallel-size", "2"], 8)], ids=str)
+def test_a_script_of_megatron_lm(flags: list[str], num_microbatches: int, job: list[str]) -> None:
     """Its checks ask for the GPU's architecture, and for a variable of CUDA."""
     named = ["--offload-activation", "--offload-modules", "core_attn", "--offload-num-layers", "1"]
-    out = _plan("--hardware", "h200x2", *_script(tmp_path), *flags, *named)
+    out = _plan("--hardware", "h200x2", *job, *flags, *named)
     assert "a step of 512 tokens" in out
     assert {key: row[0] for key, row in _moved(out).items()} == {("0", "core_attn"): num_microbatches}
 
 
-def test_the_optimizer_is_divided_among_one_of_its_instances(tmp_path: Path) -> None:
+def test_the_optimizer_is_divided_among_one_of_its_instances(job: list[str]) -> None:
     held = []
     for number in ("1", "8"):
         flags = ["--use-distributed-optimizer", "--num-distributed-optimizer-instances", number]
-        out = _plan("--hardware", "h200x8", *_script(tmp_path), "--hidden-size", "1024", *flags)
+        out = _plan("--hardware", "h200x8", *job, "--hidden-size", "1024", *flags)
         (row,) = (line.split("│") for line in out.splitlines() if " B │" in line)
         held.append(float(row[3]))
     # 2 bytes of weights, 4 of a gradient, and 12 among eight GPUs or on each.
     assert held[1] / held[0] == pytest.approx((6 + 12) / (6 + 12 / 8), rel=0.05)
 
 
-RECIPE = ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "qkv_linear"]
-RECIPE += ["--activation-offload-fraction", "0.5"]
-
-
-def test_a_recipe_of_megatron_lm(tmp_path: Path) -> None:
-    out, error, status = _run("--plan", "--offload-engine", *_script(tmp_path), *RECIPE)
+def test_a_recipe_of_megatron_lm_and_mistakes_behind_its_script(job: list[str]) -> None:
+    ((out, error, status),) = _run(["--plan", "--offload-engine", *job, *RECIPE])
     assert status == 0, error
     assert {name for _, name in _moved(out)} == {"core_attn", "qkv_linear"} and "offloaded in part" in out
-    assert error.count("activation_offload_fraction=0.5 of the groups of megatron-core becomes offload_fraction") == 1
-
-
-def test_mistakes_behind_a_script_of_megatron_lm(tmp_path: Path) -> None:
     mistakes = [
         (["--hiden-size", "3"], "unrecognized arguments: --hiden-size 3 (did you mean --hidden-size?)"),
-        (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
         (["--fp8-format", "hybrid", "--spec", "a", "b"], "--plan does not rehearse --fp8-format, --spec:"),
         (["--cuda-graph-impl", "local"], "--plan does not rehearse --cuda-graph-impl:"),
         (RECIPE, "own, which is not rehearsed: give --offload-engine"),
     ]
-    job = ["--plan", *_script(tmp_path)]
-    _check_mistakes([([*job, *flags], message) for flags, message in mistakes])
+    _check_mistakes([(["--plan", *job, *flags], message) for flags, message in mistakes])

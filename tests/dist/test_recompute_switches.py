@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -95,13 +94,18 @@ def test_steps_of_a_pipeline_are_the_same(model: str, shape: Pipeline) -> None:
 def _check_choices(
     model: str, num_microbatches: int, offloaded: list[str], reference: dict[str, str], *, has_each: bool
 ) -> None:
+    """Each recomputation in all layers, then in some; all at once; each second one, in turns."""
     kind, settings, _ = MODELS[model]
     with apply(ALL, modules=offloaded, has_report=False):
         chunks = make_chunks(_config(kind, settings))
         switches = Switches(chunks)
-        found = {name for _, _, name in switches.by_key}
-        assert found <= OFFERED[model], found - OFFERED[model]
-        for on in [set(), *_choices(switches, has_each), set()]:
+        keys = list(switches.by_key)
+        assert {name for _, _, name in keys} <= OFFERED[model]
+        choices = [keys, keys[::2], keys[1::2], []]
+        for name in OFFERED[model] if has_each else ():
+            of_name = [key for key in keys if key[2] == name]
+            choices[:0] = [of_name, of_name[1:]]
+        for on in map(set, choices):
             switches.set(on)
             assert {key for key, switch in switches.by_key.items() if switch.is_on} == on
             check_bits(reference, _step(chunks, num_microbatches), offloaded, on)
@@ -109,19 +113,6 @@ def _check_choices(
         run(chunks, num_microbatches, forward_only=True)
         switches.restore()
         assert _step(chunks, num_microbatches) == reference
-
-
-def _choices(switches: Switches, has_each: bool) -> Iterator[set[tuple[int, int, str]]]:
-    """Each recomputation in all layers, then in some; all at once; each second one, in turns."""
-    keys = list(switches.by_key)
-    for name in dict.fromkeys(name for _, _, name in keys if has_each):
-        of_name = [key for key in keys if key[2] == name]
-        yield set(of_name)
-        if len(of_name) > 1:
-            yield set(of_name[1:])
-    yield set(keys)
-    yield set(keys[::2])
-    yield set(keys[1::2])
 
 
 def _config(kind: str, settings: dict[str, Any]) -> Any:
@@ -223,59 +214,49 @@ def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered:
     options.restore()
 
 
-# What is not safe -> kind of the model, its settings, and the recomputations that are refused, by a part of the reason.
-REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "full recomputation": (
-        "mixed",
-        full(),
-        dict.fromkeys([*NORMS, "core_attn", "mlp", "moe"], "recomputes whole layers"),
-    ),
-    "biases": ("dense", {}, {"mlp": "add_bias_linear"}),
-    "norms of several operations": ("mixed", LATENT, dict.fromkeys(NORMS, "several operations")),
-}
-# The same for what cannot be built without a GPU: attributes of the configuration, set afterwards.
-REFUSED_AFTERWARDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "fp8": ({"fp8": "e4m3"}, dict.fromkeys([*NORMS, "core_attn", "mlp", "moe", "shared_experts"], "FP8")),
-    "fp4": ({"fp4": "e2m1"}, {"mlp": "FP8 or FP4"}),
-    "graphs": ({"cuda_graph_impl": "local"}, {"mlp": "CUDA graph", "moe": "CUDA graph"}),
-    "overlap": ({"overlap_moe_expert_parallel_comm": True}, {"moe": "all-to-all", "core_attn": "all-to-all"}),
-    "delayed": ({"overlap_dispatch_backward_with_experts_wgrad": True}, {"moe": "weight gradients"}),
-    "shared overlap": ({"moe_shared_expert_overlap": True}, dict.fromkeys(["moe", "shared_experts"], "shared_expert")),
-    "gate": ({"moe_shared_expert_gate": True}, {"shared_experts": "moe_shared_expert_gate"}),
-    "variant": ({"experimental_attention_variant": "dsa"}, dict.fromkeys(["core_attn", "input_layernorm"], "'dsa'")),
-    "fused residual": ({"fused_residual_rmsnorm": True}, dict.fromkeys(NORMS, "fused_residual_rmsnorm")),
-    "parts": ({"mlp_chunks_for_training": 2}, {"mlp": "mlp_chunks_for_training"}),
-    "stash": ({"moe_paged_stash": True}, {"moe": "moe_paged_stash"}),
-    "replay": ({"moe_enable_routing_replay": True}, {"moe": "moe_enable_routing_replay"}),
-}
+RECOMPUTED = [*NORMS, "core_attn", "mlp", "moe"]
+# Kind of the model, its settings, what is set afterwards, as it cannot be built without a GPU, and the recomputations
+# that are refused, by a part of the reason.
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = [
+    ("mixed", full(), {}, dict.fromkeys(RECOMPUTED, "recomputes whole layers")),
+    ("dense", {}, {}, {"mlp": "add_bias_linear"}),
+    ("mixed", LATENT, {}, dict.fromkeys(NORMS, "several operations")),
+    ("mixed", SHARED, {"fp8": "e4m3"}, dict.fromkeys([*RECOMPUTED, "shared_experts"], "FP8")),
+    ("mixed", SHARED, {"fp4": "e2m1"}, {"mlp": "FP8 or FP4"}),
+    ("mixed", SHARED, {"cuda_graph_impl": "local"}, {"mlp": "CUDA graph", "moe": "CUDA graph"}),
+    ("mixed", SHARED, {"overlap_moe_expert_parallel_comm": True}, {"moe": "all-to-all", "core_attn": "all-to-all"}),
+    ("mixed", SHARED, {"overlap_dispatch_backward_with_experts_wgrad": True}, {"moe": "weight gradients"}),
+    ("mixed", SHARED, {"moe_shared_expert_overlap": True}, dict.fromkeys(["moe", "shared_experts"], "shared_expert")),
+    ("mixed", SHARED, {"moe_shared_expert_gate": True}, {"shared_experts": "moe_shared_expert_gate"}),
+    ("mixed", SHARED, {"experimental_attention_variant": "dsa"}, dict.fromkeys(["core_attn", *NORMS], "'dsa'")),
+    ("mixed", SHARED, {"fused_residual_rmsnorm": True}, dict.fromkeys(NORMS, "fused_residual_rmsnorm")),
+    ("mixed", SHARED, {"mlp_chunks_for_training": 2}, {"mlp": "mlp_chunks_for_training"}),
+    ("mixed", SHARED, {"moe_paged_stash": True}, {"moe": "moe_paged_stash"}),
+    ("mixed", SHARED, {"moe_enable_routing_replay": True}, {"moe": "moe_enable_routing_replay"}),
+]
+if is_in_range(installed_version(), ">=0.17"):
+    REFUSED.append(("mixed", {"moe_router_topk": 3}, {}, {"moe": "does not sort its choice"}))
 
 
 @on_ranks()
 def test_what_is_not_safe_is_refused_with_the_reason() -> None:
-    for what, (kind, settings, reasons) in REFUSED.items():
-        _expect_refusals(what, make_chunks(make_config(kind, **settings)), reasons)
-    for what, (changes, reasons) in REFUSED_AFTERWARDS.items():
-        chunks = make_chunks(make_config("mixed", **SHARED))
-        for name, value in changes.items():
-            setattr(chunks[0].config, name, value)
-        _expect_refusals(what, chunks, reasons)
-    if is_in_range(installed_version(), ">=0.17"):
-        chunks = make_chunks(make_config("mixed", moe_router_topk=3))
-        _expect_refusals("order of the router", chunks, {"moe": "does not sort its choice"})
+    for kind, settings, changes, reasons in REFUSED:
+        chunks = make_chunks(make_config(kind, **settings))
+        vars(chunks[0].config).update(changes)
+        _expect_refusals(chunks, reasons)
     chunks = make_chunks(make_config("mixed"))
     for layer in chunks[0].decoder.layers:
         layer.mlp.__class__ = type("TheirMLP", (type(layer.mlp),), {"__module__": "theirs"})
-    _expect_refusals("others", chunks, dict.fromkeys(["mlp", "moe"], "not megatron-core's"))
+    _expect_refusals(chunks, dict.fromkeys(["mlp", "moe"], "not megatron-core's"))
     chunks = make_chunks(make_config("mixed"))
     for layer in chunks[0].decoder.layers:
         layer.mlp._with_fused_impl = True
-    _expect_refusals("fused", chunks, dict.fromkeys(["mlp", "moe"], "fused operations"))
+    _expect_refusals(chunks, dict.fromkeys(["mlp", "moe"], "fused operations"))
 
 
-def _expect_refusals(what: str, chunks: list[torch.nn.Module], reasons: dict[str, str]) -> None:
+def _expect_refusals(chunks: list[torch.nn.Module], reasons: dict[str, str]) -> None:
     switches = Switches(chunks)
     offered = {name for _, _, name in switches.by_key}
     told = {refusal.name: refusal.reason for refusals in switches.refusals for refusal in refusals}
     for name, part in reasons.items():
-        assert name not in offered and part in told[name], (what, name, told)
-    assert offered or what in ("full recomputation", "fp8", "fp4", "graphs", "overlap", "delayed")
+        assert name not in offered and part in told[name], (name, told)

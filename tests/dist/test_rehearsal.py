@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -39,18 +39,15 @@ def _real_groups(kind: str) -> Groups:
 
     from megatron_patches import apply
     from megatron_patches._rehearsal.rows import balanced
-    from offload_engine import OffloadConfig
-    from tests.dist.tiny import make_chunks, make_config, run
+    from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run
 
     router.topk_routing_with_score_function = balanced(router.topk_routing_with_score_function)
-    config = OffloadConfig(min_tensor_bytes=1, dry_run=True)
-    with apply(config, modules=NAMES[kind], has_report=False) as handle:
+    with apply(ALL.replace(dry_run=True), modules=NAMES[kind], has_report=False) as handle:
         chunks = make_chunks(make_config(kind))
         run(chunks, NUM_MICROBATCHES, forward_step=_forward_step)
         handle.record()
         run(chunks, NUM_MICROBATCHES, forward_step=_forward_step)
-        assert handle.engine is not None and handle.engine.last_record is not None
-        groups = handle.engine.last_record.groups
+        groups = engine_of(handle).last_record.groups  # type: ignore[union-attr]
     found: Groups = [[] for _ in chunks]
     for group in groups:
         stage, _, behind = group.group.partition(".")
@@ -99,18 +96,10 @@ def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
     return ranks
 
 
-class Measured(NamedTuple):
-    """What GPUs have shown, from docs/results/2026-11-23_h200.md; MiB allocated, and ms of a step of all ranks."""
-
-    peaks: list[int]
-    offloaded_peaks: list[int]
-    step_ms: float
-    offloaded_ms: float
-
-
+# From docs/results/2026-11-23_h200.md: MiB allocated on each rank, without offload and with, and ms of a step of each.
 MEASURED = {
-    "a": Measured([19_697], [11_515], 858.1, 1_320.9),
-    "c-dense": Measured([16_887, 13_359], [7_246, 7_548], 972.4, 1_342.5),
+    "a": ([19_697], [11_515], 858.1, 1_320.9),
+    "c-dense": ([16_887, 13_359], [7_246, 7_548], 972.4, 1_342.5),
 }
 
 
@@ -122,7 +111,7 @@ def test_figures_of_h200(setup: str) -> None:
         assert got == pytest.approx(expected, rel=tolerance)
 
 
-def _forecast_of_setup(name: str) -> Measured:
+def _forecast_of_setup(name: str) -> list[Any]:
     from benchmarks.gpu import settings
     from megatron_patches._rehearsal.forecast import forecast_job
     from offload_engine.planning.hardware import find_hardware
@@ -131,7 +120,7 @@ def _forecast_of_setup(name: str) -> Measured:
     setup = settings.SETUPS[name]
     forecast = forecast_job(_job_of(setup.shape, setup.num_gpus), find_hardware(f"h200x{setup.num_gpus}"))
     peaks = [[rank.ways[way].peak_bytes // MIB for rank in forecast.ranks] for way in (0, 1)]
-    return Measured(peaks[0], peaks[1], forecast.steps[0].milliseconds, forecast.steps[1].milliseconds)
+    return [*peaks, *(step.milliseconds for step in forecast.steps[:2])]
 
 
 def _job_of(shape: Any, num_gpus: int) -> Any:
@@ -164,29 +153,21 @@ SHARES = (0.02, 0.4, 0.8)
 MICROBATCHES = 2
 
 
-class First(NamedTuple):
-    """The first decision within a budget."""
-
-    predicted: int
-    held: int
-    """By steps that have settled."""
-    moved: int
-    recomputed: int
-
-
 @pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "interleaved"])
 def test_first_predictions_of_what_is_allocated_are_exact(stages: int) -> None:
-    """They were up to 690 MiB too high, and 280 too low. Copies that complete early are worth less than a group."""
-    [(lowest, most, largest, firsts)] = run_ranks(_first_decisions, stages, pipeline=None)
-    assert len(firsts) == len(SHARES) and most - lowest > 8 * largest
-    assert any(first.recomputed for first in firsts) and any(first.moved for first in firsts), firsts
-    assert all(first.recomputed or first.moved for first in firsts), firsts
-    errors = [first.predicted - first.held for first in firsts]
-    assert max(map(abs, errors)) <= largest / 4, errors
+    """Steps that have settled hold it. Copies that complete early are worth less than a group."""
+    [(spread, largest, firsts)] = run_ranks(_first_decisions, stages, pipeline=None)
+    assert len(firsts) == len(SHARES) and spread > 8 * largest
+    assert any(recomputed for *_, recomputed in firsts) and any(moved for _, moved, _ in firsts), firsts
+    assert all(recomputed or moved for _, moved, recomputed in firsts), firsts
+    assert max(abs(error) for error, *_ in firsts) <= largest / 4, firsts
 
 
-def _first_decisions(stages: int) -> tuple[int, int, int, list[First]]:
-    """Return the lowest budget, what no offload holds, the largest group, and what was decided between."""
+def _first_decisions(stages: int) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """Return what no offload holds above the lowest budget, the largest group, and what is found within each budget.
+
+    That is by how much the prediction is wrong, and what is moved and recomputed.
+    """
     from benchmarks.gpu.settings import Shape
     from megatron_patches._rehearsal.stage import StageRehearsal
     from offload_engine.planning.clocks import Link
@@ -197,29 +178,25 @@ def _first_decisions(stages: int) -> tuple[int, int, int, list[First]]:
     small = Shape(
         layers=layers, hidden=1024, ffn=3584, heads=8, seq=4096, nmb=MICROBATCHES, pp=stages, vpp=vpp, vocab=16_000
     )
+    firsts = []
     with StageRehearsal(_job_of(small, stages), find_hardware("h200"), Link(55.0, 55.0), 0).ready() as stage:
-        all_stays = _planned(stage, 1 << 40)
-        ends, known = all_stays.decider.chosen, all_stays.decider.known
-        lowest, most = ends.floor.held_bytes, ends.top.held_bytes
-        budgets = [round(lowest + share * (most - lowest)) for share in SHARES]
-        firsts = [_first(_planned(stage, budget)) for budget in budgets]
-    return lowest, most, largest_bytes(known.job.shapes), firsts
+        decider = _planned(stage, 1 << 40)[0].decider
+        lowest, most = decider.chosen.floor.held_bytes, decider.chosen.top.held_bytes
+        for share in SHARES:
+            controller, predicted, held = _planned(stage, round(lowest + share * (most - lowest)))
+            summary = controller.summary
+            firsts.append((predicted - held, summary.offloaded_bytes, summary.recomputed_bytes))
+    return most - lowest, largest_bytes(decider.known.job.shapes), firsts
 
 
-def _first(controller: Any) -> First:
-    summary = controller.summary
-    return First(controller.first_bytes, controller.held_bytes, summary.offloaded_bytes, summary.recomputed_bytes)
-
-
-def _planned(stage: Any, budget: int) -> Any:
-    """Run steps until the first decision has settled; return the controller, with what was predicted and held."""
+def _planned(stage: Any, budget: int) -> tuple[Any, int, int]:
+    """Run steps until the first decision has settled; return the controller, what was predicted, and what was held."""
     from megatron_patches._arguments import Settings
     from offload_engine import OffloadConfig
-    from offload_engine.engine import OffloadEngine
 
-    runtime, made = stage._runtime, list[OffloadEngine]()
+    runtime, made = stage._runtime, list[Any]()
 
-    def make(step: Any, settings: Settings) -> OffloadEngine:
+    def make(step: Any, settings: Settings) -> Any:
         made.append(_BudgetEngine(settings.engine.replace(gpu_budget=budget), runtime.device))
         return made[-1]
 
@@ -227,13 +204,12 @@ def _planned(stage: Any, budget: int) -> Any:
     runtime.use(Settings(OffloadConfig(), tuple(stage.names()), has_report=False, may_recompute=True))
     while not made or made[-1].budget is None or made[-1].budget.decider.chosen is None:
         stage._step(MICROBATCHES)
-    controller: Any = made[-1].budget
-    controller.first_bytes = controller.decider.chosen.best.held_bytes
+    controller = made[-1].budget
+    predicted = controller.decider.chosen.best.held_bytes
     controller.decider.budget_bytes = 1 << 40  # the decision stays, whatever it holds
     for _ in range(2):
         stage._step(MICROBATCHES)
-    controller.held_bytes = controller._last.peak_bytes
-    return controller
+    return controller, predicted, controller._last.peak_bytes
 
 
 class _Gauge:

@@ -25,15 +25,7 @@ FROM_19 = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("names", "recompute"),
-    [
-        pytest.param(NAMES, {}, id="all"),
-        pytest.param(
-            ["qkv_linear", "moe_act"],
-            selective("layernorm", "core_attn"),
-            id="one of them discarded",
-        ),
-    ],
+    ("names", "recompute"), [(NAMES, {}), (["qkv_linear", "moe_act"], selective("layernorm", "core_attn"))]
 )
 @on_ranks(Pipeline(2, 2))
 def test_names(names: list[str], recompute: dict[str, Any]) -> None:
@@ -41,7 +33,6 @@ def test_names(names: list[str], recompute: dict[str, Any]) -> None:
     moved, said = _train({**RECIPE, "offload_modules": names, **recompute})
     assert moved[0]
     if torch.distributed.get_rank() == 0:
-        assert f"becomes offload_activation, of {', '.join(names)}" in said
         assert ("'qkv_linear' is left out" in said) == bool(recompute)
 
 
@@ -75,8 +66,7 @@ def test_a_fraction_bytes_by_rank_and_no_copy_in_flight() -> None:
 def test_layers_of_transformer_engines_offload() -> None:
     shares = []
     for number in (1, 2, NUM_LAYERS - 1):
-        moved, said = _train({"cpu_offloading": True, "cpu_offloading_num_layers": number})
-        assert f"offload_num_layers={number}, of all names" in said
+        moved, _ = _train({"cpu_offloading": True, "cpu_offloading_num_layers": number})
         shares.append(moved[0])
     assert 0 < shares[0] < shares[1] < shares[2]
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,10 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_patches import Handle, apply
+from megatron_patches import apply
 from offload_engine import OffloadEngine
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
-from tests.dist.parity import EXPERTS, Case, run_with, run_without
+from tests.dist.parity import Case, run_with, run_without
 from tests.dist.settings import DEEP, OVERLAP
 from tests.dist.tiny import ALL, forward_step, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train
@@ -82,10 +82,10 @@ class Adapted(torch.nn.Module):
     def __init__(self, linear: Any) -> None:
         super().__init__()
         size_out, size_in = linear.weight.shape
+        options: Any = {"bias": False, "dtype": linear.weight.dtype}
         self.linear = linear
         self.adapter = torch.nn.Sequential(
-            torch.nn.Linear(size_in, 4, bias=False, dtype=linear.weight.dtype),
-            torch.nn.Linear(4, size_out, bias=False, dtype=linear.weight.dtype),
+            torch.nn.Linear(size_in, 4, **options), torch.nn.Linear(4, size_out, **options)
         )
 
     def forward(self, hidden: torch.Tensor) -> Any:
@@ -93,25 +93,20 @@ class Adapted(torch.nn.Module):
         return output + self.adapter(hidden), bias
 
 
-def adapters(chunk: torch.nn.Module) -> None:
+def adapters(chunk: torch.nn.Module, *more: str) -> None:
     for module in list(chunk.modules()):
         for name, child in list(module.named_children()):
             if name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
                 setattr(module, name, Adapted(child))
-    _train_only(chunk, lambda name: ".adapter." in name)
+    _train_only(chunk, ".adapter.", *more)
 
 
 def adapters_and_embedding(chunk: torch.nn.Module) -> None:
-    adapters(chunk)
-    _train_only(chunk, lambda name: ".adapter." in name or name.startswith("embedding."))
-
-
-def all_but_experts(chunk: torch.nn.Module) -> None:
-    _train_only(chunk, lambda name: ".experts." not in name)
+    adapters(chunk, "embedding.")
 
 
 def routers(chunk: torch.nn.Module) -> None:
-    _train_only(chunk, lambda name: ".router." in name)
+    _train_only(chunk, ".router.")
 
 
 def last_layers(chunk: Any) -> None:
@@ -121,9 +116,14 @@ def last_layers(chunk: Any) -> None:
         layer.requires_grad_(layer.layer_number > layer.config.num_layers // 2)
 
 
-def _train_only(chunk: torch.nn.Module, is_trained: Callable[[str], bool]) -> None:
+def all_but_experts(chunk: torch.nn.Module) -> None:
     for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(is_trained(name))
+        parameter.requires_grad_(".experts." not in name)
+
+
+def _train_only(chunk: torch.nn.Module, *parts: str) -> None:
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(any(part in name for part in parts))
 
 
 @pytest.mark.parametrize(
@@ -131,19 +131,17 @@ def _train_only(chunk: torch.nn.Module, is_trained: Callable[[str], bool]) -> No
     [
         pytest.param(Pipeline(), [adapters, last_layers, all_but_experts, routers], id="alone"),
         pytest.param(DEEP, [adapters, last_layers], id="interleaved"),
+        # There something must be trained in front of the first layer, with or without offload.
+        pytest.param(DEEP, [adapters_and_embedding], id="overlap"),
     ],
 )
 def test_of_a_model_in_part_frozen_only_these_are_trained(shape: Pipeline, changes: list[Any]) -> None:
-    settings = {"expert_model_parallel_size": shape.expert}
-    cases = [Case("mixed", NAMES_OF_FROZEN, settings=settings, change=change) for change in changes]
+    case = Case("mixed", NAMES_OF_FROZEN, settings={"expert_model_parallel_size": shape.expert})
+    if changes == [adapters_and_embedding]:
+        case = case._replace(dtype=torch.bfloat16, settings=OVERLAP, wrap=True)
+    cases = [case._replace(change=change) for change in changes]
     num_frozen = run_ranks(_num_frozen, cases, [2, 3] if shape.size == 1 else [4, 2], pipeline=shape)
     assert all(any(of_ranks) for of_ranks in zip(*num_frozen, strict=True))
-
-
-def test_adapters_under_the_overlap() -> None:
-    """There something must be trained in front of the first layer, with or without offload."""
-    case = Case("mixed", NAMES_OF_FROZEN, torch.bfloat16, OVERLAP, wrap=True, change=adapters_and_embedding)
-    run_ranks(_num_frozen, [case], [4, 2], pipeline=DEEP)
 
 
 def _num_frozen(cases: list[Case], microbatches: list[int]) -> list[int]:
@@ -159,12 +157,12 @@ def _num_frozen(cases: list[Case], microbatches: list[int]) -> list[int]:
 # -- gradients that a linear layer adds to `main_grad` itself: it finds the same parameter object in backward ----------
 
 FUSED = {"gradient_accumulation_fusion": True}
-NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2", *EXPERTS]
+NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 
 
 @on_ranks()
 def test_every_weight_says_that_its_gradient_was_added() -> None:
-    with kernels() as kernel, _applied() as handle:
+    with kernels() as kernel, apply(ALL, modules=NAMES) as handle:
         (chunk,) = make_chunks(make_config("dense", torch.bfloat16, **FUSED), wrap=True)
         run([chunk], 3)
         assert stats_of(handle).copied_out_bytes > 0
@@ -177,19 +175,15 @@ def test_every_weight_says_that_its_gradient_was_added() -> None:
 @on_ranks(world_size=2)
 def test_gradients_reduced_during_the_backward() -> None:
     """Give every parameter a gradient, which data parallelism wants although it is not read."""
+
+    def steps() -> list[dict[str, str]]:
+        config = make_config("dense", torch.bfloat16, **FUSED)
+        return train(config, make_chunks(config), lambda chunks: step(chunks, 2))
+
     with kernels():
-        expected = _train()
-        with _applied():
-            assert _train() == expected
-
-
-def _train() -> list[dict[str, str]]:
-    config = make_config("dense", torch.bfloat16, **FUSED)
-    return train(config, make_chunks(config), lambda chunks: step(chunks, 2))
-
-
-def _applied() -> Handle:
-    return apply(ALL, modules=NAMES[:6])
+        expected = steps()
+        with apply(ALL, modules=NAMES):
+            assert steps() == expected
 
 
 @contextmanager

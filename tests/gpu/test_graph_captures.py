@@ -13,10 +13,8 @@ import torch
 from offload_engine import (
     LowestPeak,
     OffloadConfig,
-    OffloadEngine,
     OffloadError,
     enable_activation_offloading,
-    group_start,
 )
 from offload_engine._devices.regions import storage_at, whole
 from offload_engine.graph_captures import CapturedStep
@@ -169,25 +167,3 @@ def test_a_graph_of_a_forward_is_refused_and_the_next_step_is_right() -> None:
             training.model(training.inputs[0])
         training.step()
         assert all_equal(training.result(), expected) and handle.stats.num_offloaded_groups > 0
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_graphed_callables_are_refused() -> None:
-    layer = torch.nn.Linear(64, 64).cuda()
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1))
-
-    class Bracketed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            chunk = engine.active_chunk
-            return self.layer(hidden if chunk is None else group_start(hidden, chunk, name="layer"))
-
-    hidden = torch.randn(8, 64, device="cuda", requires_grad=True)
-    with pytest.raises(OffloadError, match="group 'layer' begins inside the capture"), engine.iteration():
-        engine.start_chunk()
-        torch.cuda.make_graphed_callables(Bracketed(), (hidden,), num_warmup_iters=0)
-    torch.cuda.synchronize()
-    engine.close()

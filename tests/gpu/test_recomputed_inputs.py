@@ -2,7 +2,7 @@
 """The cases of megatron-core's own test of its offload, as recipes that are taken over: equal bits, no more memory.
 
 Norms are recomputed, and in models with experts the activation: what leaves are the inputs that these start from, and
-what else is named. tests/dist/test_inputs.py runs the same without a GPU.
+what else is named.
 """
 
 from __future__ import annotations
@@ -14,13 +14,35 @@ import pytest
 
 from tests.dist.launch import Pipeline
 from tests.dist.settings import selective
-from tests.dist.test_inputs import UPSTREAM, UPSTREAM_OVERLAP
 from tests.gpu.parity import check_bits, check_moved, deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 from tests.gpu.test_module_names import LATENT
 
 SIZES = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 1024}
+OWN_NORM = ["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+# What megatron-core's own test offloads, with norms and, in models with experts, the activation recomputed: whether the
+# model has experts, whether its attention has latents, and the names.
+UPSTREAM = [
+    (False, True, ["attn_norm"]),
+    (True, False, ["qkv_linear"]),
+    (True, False, ["core_attn"]),
+    (True, True, ["core_attn", "attn_proj"]),
+    (True, False, ["mlp_norm"]),
+    (True, False, ["expert_fc1"]),
+    (True, False, ["moe_act"]),
+]
+UPSTREAM_OVERLAP = [
+    (True, True, ["attn_norm"]),
+    (True, True, ["core_attn"]),
+    (True, True, ["attn_norm", "core_attn", "attn_proj"]),
+    (True, True, ["mlp_norm"]),
+    (True, False, ["expert_fc1"]),
+    (True, False, ["moe_act"]),
+    (True, False, ["mlp_norm", "expert_fc1", "moe_act"]),
+    (True, True, OWN_NORM),
+    (True, False, OWN_NORM),
+]
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
 
 
