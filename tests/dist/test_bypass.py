@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import defaultdict
 from typing import Any
 from unittest import mock
 
@@ -28,42 +27,6 @@ WAYS = pytest.mark.parametrize(
     ("settings", "shape"),
     [pytest.param({}, Pipeline(), id="called"), pytest.param(OVERLAP, Pipeline(expert=2), id="as nodes of a plan")],
 )
-PACKED = {
-    "qkv_linear": {"linear_qkv", "final_layernorm"},
-    "router_fc2": {"experts", "linear_fc2", "final_layernorm"},
-    "dispatched_tokens": {"router", "experts", "linear_fc1", "final_layernorm"},
-    "mlp_norm": {"router", "experts", "final_layernorm"},
-}
-"""Name -> the modules in which hooks pack what is saved, of those that are watched."""
-WATCHED = ("linear_qkv", "core_attention", "router", "experts", "linear_fc1", "linear_fc2", "final_layernorm")
-
-
-@WAYS
-@on_ranks()
-def test_modules_in_which_hooks_pack(settings: dict[str, Any], shape: Pipeline) -> None:
-    for name, packed in PACKED.items():
-        seen = defaultdict[str, set[bool]](set)
-
-        def watch(what: str, module: Any, seen: Any) -> None:
-            forward = module.forward
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                    seen[what].add(innermost_hooks(True) is not None)
-                return forward(*args, **kwargs)
-
-            module.forward = noted
-
-        with apply(ALL, modules=[name]):
-            chunks = make_chunks(make_config("moe", torch.bfloat16, **settings))
-            for path, module in chunks[0].named_modules():
-                what = path.rpartition(".")[2]
-                if what in WATCHED:
-                    watch(what, module, seen)
-            run(chunks, 2)
-        assert seen == {what: {what in packed} for what in WATCHED}, name
-
-
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {"qk_layernorm": True}),
     "shared experts": ("mixed", {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 32}),
@@ -90,6 +53,7 @@ def test_tensors_that_bypass_the_engine_are_in_no_group(settings: dict[str, Any]
 # -- linear layers of all experts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.compat
 @WAYS
 @on_ranks()
 def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) -> None:
@@ -123,6 +87,7 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
             assert are_themselves == {not (is_offloaded and is_quantized)}
 
 
+@pytest.mark.compat
 @WAYS
 @pytest.mark.parametrize("names", [["expert_fc1", "moe_act"], ["qkv_linear"]], ids=["its input", "nothing of it"])
 @on_ranks()
@@ -177,6 +142,7 @@ def _linear(kind: type[GroupedLinear] = GroupedLinear) -> Any:
     return kind(2, 4, 4, init_method=torch.nn.init.ones_)
 
 
+@pytest.mark.compat
 def test_of_other_classes_nothing_is_known() -> None:
     plain, others = _linear(), _linear(Others)
     found = [*experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
@@ -186,6 +152,7 @@ def test_of_other_classes_nothing_is_known() -> None:
 ARGS = (torch.ones(4, 4), [2, 2])
 
 
+@pytest.mark.compat
 def test_linear_layer_that_casts_may_save_more() -> None:
     other_kind = _linear()
     other_kind.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
@@ -196,6 +163,7 @@ def test_linear_layer_that_casts_may_save_more() -> None:
         assert not experts.saves_only_weights_behind(_linear(), ARGS)
 
 
+@pytest.mark.compat
 def test_whether_its_input_is_quantised_is_asked_of_transformer_engine() -> None:
     import_or_skip("transformer_engine.pytorch")
     for is_quantized in (False, True):
@@ -206,6 +174,7 @@ def test_whether_its_input_is_quantised_is_asked_of_transformer_engine() -> None
             assert experts.saves_only_weights_behind(linear, ARGS) == is_quantized
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("is_debugged", [None, False, True])
 def test_where_it_is_debugged_or_cannot_be_asked_all_goes_through_hooks(is_debugged: bool | None) -> None:
     """A debugged one looks at the input in its backward once more."""

@@ -98,6 +98,7 @@ def _forget(wrapper: Any) -> None:
 SHAPES = [(Pipeline(), 2), (Pipeline(2, 2), 4)]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("shape", "num_microbatches"), SHAPES, ids=["alone", "interleaved"])
 @on_ranks()
 def test_steps_are_captured_with_their_copies(shape: Pipeline, num_microbatches: int) -> None:
@@ -198,6 +199,7 @@ def _has_experts(layer: torch.nn.Module) -> bool:
     return hasattr(getattr(layer, "mlp", None), "experts")
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("row", CAPTURED)
 @on_ranks()
 def test_named_modules_of_captured_layers_leave(row: str) -> None:

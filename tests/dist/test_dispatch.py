@@ -48,6 +48,7 @@ def test_no_group_is_entered_while_the_backward_of_another_chunk_runs(shape: Pip
     assert packs and not any(packs)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @on_ranks()
 def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
@@ -71,15 +72,6 @@ def test_inputs_of_recomputed_attention_are_emptied() -> None:
         (stats,) = run_with(case, [2], expected)
         assert device.hazards == []
     assert stats.num_viewed_storages == 0 and (stats.num_emptied_storages > 0) == SAVES_COPIES
-
-
-@on_ranks(SHAPES[1])
-def test_multi_token_prediction() -> None:
-    """Its layer is one more layer of the plan, whose input is one part of a tensor that is read again."""
-    names = ["layer_input", "core_attn", "mlp_norm", "mtp_norm", "mtp_proj", "router_fc1"]
-    case = _case("moe", names, mtp_num_layers=1)
-    for stats in run_with(case, [2, 4], run_without(case, [2, 4]), is_evaluated=True):
-        assert stats.num_viewed_storages == 0
 
 
 @on_ranks(SHAPES[0])
@@ -223,6 +215,7 @@ EACH = [
 ]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("shape", SHAPES, ids=["alone", "pipeline, overlap"])
 @on_ranks(timeout_s=240)
 def test_flex_dispatcher(shape: Pipeline) -> None:

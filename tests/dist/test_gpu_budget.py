@@ -19,20 +19,15 @@ from megatron.core import parallel_state as ps
 from megatron_patches import apply
 from megatron_patches._model.candidates import find_candidates
 from megatron_patches._model.gpu_budget import checked
-from megatron_patches._model.modules import drop_parts
-from megatron_patches._model.recompute_options import RecomputeOptions
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._budget.state import State
-from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.shapes import ChunkShape, GroupShape
 from offload_engine.sizes import parse_size
 from tests.dist.budgets import Skewed, Trained, ends, gathered, optimizer_of, train
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
 from tests.dist.test_recompute_switches import MODELS, _config, _step
 from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
-from tests.dist.training import train as train_distributed
 
 NUM_STEPS = 8
 NUM_FREE = 5
@@ -68,25 +63,6 @@ def test_steps_are_the_same_and_within_the_budget(
 def half_way(floor: int, top: int) -> int:
     """From everything offloaded to nothing moved, on the rank that takes the most."""
     return sum(map(max, zip(*gathered((floor, top)), strict=True))) // 2
-
-
-@on_ranks(world_size=2, timeout_s=240.0)
-def test_the_distributed_optimizer() -> None:
-    def steps(**budget: str) -> list[tuple[dict[str, str], int]]:
-        config = make_config("dense", torch.bfloat16, **budget)
-
-        def counted(chunks: list[Any]) -> tuple[dict[str, str], int]:
-            return step(chunks, 4), 0 if handle.stats is None else handle.stats.peak_resident_bytes
-
-        return train_distributed(config, make_chunks(config), counted, NUM_STEPS)
-
-    with apply(ALL, has_report=False) as handle:
-        expected, kept = steps(), steps(offload_gpu_budget="1TiB")
-        floor, top = kept[0][1], kept[-1][1]
-        budget = half_way(floor, top)
-        within = steps(offload_gpu_budget=f"{budget}")
-    assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
-    assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
 
 
 @on_ranks(Pipeline(2))
@@ -244,48 +220,6 @@ def test_a_rank_above_its_budget_changes_nothing_that_others_recompute_too() -> 
             if number >= NUM_RECOMPUTING - 1:
                 found += gathered(view.decider.chosen.best.decision.choices.recomputed)
     assert found[0] and all(each == found[0] for each in found)
-
-
-@on_ranks()
-def test_which_recomputation_is_offered() -> None:
-    found = _offered("experts")
-    assert {"mlp", "moe", "core_attn"} <= found.keys(), found
-    assert _offered("experts", is_evaluated=True) == found
-    unknown: list[dict[str, Any]] = [{"fp8": "e4m3"}, {"cuda_graph_impl": "local"}]
-    for settings in unknown:
-        assert not _offered("dense", **settings)
-    chunks = _recomputing("dense", **selective("mlp"))
-    options = RecomputeOptions(chunks, ["layer_input", "qkv_linear", "core_attn", "mlp_norm"])
-    layer = chunks[0].decoder.layers[0]
-    options.apply(Choices())
-    assert layer.recompute_mlp  # as the model was built
-    options.apply(Choices(recomputed=frozenset({Slot(0, 0, "core_attn", 0)})))
-    assert layer.self_attention.checkpoint_core_attention
-    with pytest.raises(ValueError, match="the plan recomputes .*name='mlp_act'.*, which this model cannot switch"):
-        options.apply(Choices(recomputed=frozenset({Slot(0, 0, "mlp_act", 0)})))
-    options.restore()
-    assert layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
-
-
-def _offered(model: str, *, is_evaluated: bool = False, **attributes: Any) -> dict[str, int]:
-    """Return what is offered, and the bytes it frees, in a model where each group has the same bytes and time.
-
-    Args:
-        model: in `MODELS`.
-        is_evaluated: a microbatch without gradients is the last one before.
-        attributes: of its configuration, set behind its making.
-    """
-    chunks = _recomputing(model)
-    config: Any = chunks[0].config
-    vars(config).update(attributes)
-    names = drop_parts(find_candidates(config, chunks, has_budget=True)[0])[0]
-    options = RecomputeOptions(chunks, names)
-    config.fp8 = None
-    run(chunks, 1)
-    if is_evaluated:
-        run(chunks, 1, forward_only=True)
-    groups = [GroupShape(name, layer=layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in names]
-    return {option.name: option.freed_bytes for option in options.find((ChunkShape(tuple(groups)),))}
 
 
 def test_an_engine_without_other_ranks_recomputes_nothing() -> None:

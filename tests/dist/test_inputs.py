@@ -34,6 +34,7 @@ from tests.dist.tiny import (
 # -- storages held outside autograd have no bytes between copy-out and backward ----------------------------------------
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(2, 2)], ids=str)
 @on_ranks()
 def test_stage_inputs(shape: Pipeline) -> None:
@@ -64,6 +65,7 @@ def test_stage_inputs(shape: Pipeline) -> None:
         assert all(torch.isfinite(x).all() for x, _ in seen)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("logger", "micro_batch"),
     [
@@ -151,6 +153,7 @@ INPUTS: list[tuple[str, str, str, dict[str, Any], int, int]] = [
 ]
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_it_leaves() -> None:
     for name, module, kind, model, num, nbytes in INPUTS:
@@ -165,6 +168,7 @@ def test_it_leaves() -> None:
         assert stats.peak_resident_bytes <= 3 * nbytes < stats.managed_bytes or name == "mlp_fc1", name
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_more_than_an_input_leaves() -> None:
     """With queries, keys and values a number stays that the host reads; `qkv_linear` has all projections of latents."""

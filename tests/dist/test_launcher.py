@@ -50,6 +50,7 @@ if "fail" in sys.argv:
 OFFLOAD = ["--offload-activation", "--offload-min-tensor-bytes", "1"]
 
 
+@pytest.mark.compat
 def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     names = ["--offload-modules", "core_attention", "mlp_act"]
     *seen, hooked = _launch(tmp_path, *OFFLOAD, *names, "--offload-trace", str(tmp_path / "step{step}.json"))
@@ -70,22 +71,15 @@ def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:
     assert sum(name.endswith("core_attention") for name in hooked) == 4
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "no script given"),
-        (["--offload-everything", "missing.py"], "unrecognized arguments: --offload-everything"),
-        (["--offload-activation", "--offload-modules", "core_atn", "THIS"], "unknown module name 'core_atn'"),
-    ],
-)
-def test_bad_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_patches.__main__ import main
 
     with pytest.raises(SystemExit) as error:
-        main([__file__ if word == "THIS" else word for word in argv])
-    assert error.value.code == 2 and message in capsys.readouterr().err
+        main(["--offload-activation"])
+    assert error.value.code == 2 and "no script given" in capsys.readouterr().err
 
 
+@pytest.mark.compat
 def test_list_modules(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_patches.__main__ import main
 
@@ -174,17 +168,20 @@ def state_of(target: str, known: Any = None) -> State:
     return found.state
 
 
+@pytest.mark.compat
 def test_every_row_was_read_against_the_installed_version() -> None:
     findings = check_rows(rows(), installed_version(), read_known())
     assert {each.state for each in findings} <= {State.HOLDS, State.NOT_NEEDED}
     assert {each.row.target for each in findings if not each.row.is_new} <= set(read_known())
 
 
+@pytest.mark.compat
 def test_other_code_with_the_same_arguments_is_to_be_read() -> None:
     arguments = next(iter(read_known()[SCHEDULE].values()))[0]
     assert state_of(SCHEDULE, {SCHEDULE: {"0.1": [arguments, "other"]}}) is State.CHANGED
 
 
+@pytest.mark.compat
 def test_what_would_break_is_named_and_ends_the_command_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,16 +138,6 @@ def test_copies_begin_behind_the_experts(kind: str, settings: dict[str, Any], na
         assert (before == at_its_mlp) == waits and (not waits or at_its_mlp < behind_its_mlp), copied
 
 
-@pytest.mark.parametrize("limits", [{"host_limit_bytes": 20_000}, {"min_tensor_bytes": 9_000}], ids=str)
-@on_ranks(Pipeline(2))
-def test_delayed_group_that_is_not_copied_out_is_no_miss(limits: dict[str, int]) -> None:
-    """In a pipeline, where what was copied before a forward's tail is counted."""
-    with apply(GENEROUS.replace(**limits), modules=[*BEFORE_THE_LAST_MLP, "router"]) as handle:
-        run(chunks := make_chunks(make_config("moe")), 4)
-        stats = stats_of(handle)
-        assert chunks and 0 < stats.num_offloaded_groups < stats.num_groups - stats.num_kept_groups
-
-
 # -- planned steps, with a plan from the second step on ----------------------------------------------------------------
 
 OF_PLANS = ["qkv_linear", "core_attn", "attn_proj"]

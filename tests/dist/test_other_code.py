@@ -106,6 +106,7 @@ def test_layer_input_kept_by_other_code_stays_readable() -> None:
             assert found.fingerprint == expected, prepare
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_without_other_code_it_is_emptied() -> None:
     def look(number: int, *args: Any) -> None:
@@ -119,6 +120,7 @@ def test_without_other_code_it_is_emptied() -> None:
     assert Outcome(prepare, ["layer_input"]).stats.num_emptied_storages == 2
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("is_given", [False, True], ids=["kept by a hook", "given by the caller"])
 @on_ranks(Pipeline(expert=2))
 def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:

@@ -18,7 +18,7 @@ from megatron_patches._model.recompute_options import RecomputeOptions
 from megatron_patches._model.sites import find_sites
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import ResidencyMeter
-from offload_engine.planning.choices import Choices
+from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.shapes import ChunkShape, GroupShape
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
@@ -63,6 +63,7 @@ OFFERED = {
 }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(timeout_s=240.0)
 def test_steps_are_the_same_whatever_is_recomputed(model: str) -> None:
@@ -167,6 +168,7 @@ def test_of_what_is_recomputed_only_the_input_has_a_group() -> None:
     assert found[0][0] > found[1][0] > found[2][0] == 2 * 4 * INPUT and found[3][0] == found[0][0]
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_everything_is_put_back() -> None:
     chunks = make_chunks(make_config("dense", **selective("mlp", **NO_BIAS)))
@@ -197,8 +199,10 @@ PARTS_OF_EXPERTS = ["moe_act", "router_fc2", "shared_fc1", "shared_fc2"]
 def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered: set[str]) -> None:
     """Also where the groups of two small recomputations are those of a large one."""
     kind, settings, _ = MODELS[model]
-    chunks = make_chunks(_config(kind, settings))  # which it does not keep
+    chunks = make_chunks(_config(kind, settings))
     options = RecomputeOptions(chunks, PARTS_OF_EXPERTS)
+    run(chunks, 1)
+    run(chunks, 1, forward_only=True)  # which changes nothing about it
     groups = [
         GroupShape(name, layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in PARTS_OF_EXPERTS
     ]
@@ -211,7 +215,10 @@ def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered:
                 options.apply(Choices(recomputed=frozenset().union(*(offer.replaces for offer in chosen))))
                 on = {(option.switch.layer, option.switch.name) for option in options._options if option.switch.is_on}
                 assert on == {(layer, offer.name) for offer in chosen}
+    with pytest.raises(ValueError, match="the plan recomputes .*name='mlp_act'.*, which this model cannot switch"):
+        options.apply(Choices(recomputed=frozenset({Slot(0, 0, "mlp_act", 0)})))
     options.restore()
+    assert not any(option.switch.is_on for option in options._options)
 
 
 RECOMPUTED = [*NORMS, "core_attn", "mlp", "moe"]
@@ -228,7 +235,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = [
     ("mixed", SHARED, {"overlap_dispatch_backward_with_experts_wgrad": True}, {"moe": "weight gradients"}),
     ("mixed", SHARED, {"moe_shared_expert_overlap": True}, dict.fromkeys(["moe", "shared_experts"], "shared_expert")),
     ("mixed", SHARED, {"moe_shared_expert_gate": True}, {"shared_experts": "moe_shared_expert_gate"}),
-    ("mixed", SHARED, {"experimental_attention_variant": "dsa"}, dict.fromkeys(["core_attn", *NORMS], "'dsa'")),
+    (
+        "mixed",
+        SHARED,
+        {"experimental_attention_variant": "dsa"},
+        dict.fromkeys(["core_attn", "input_layernorm"], "'dsa'"),
+    ),
     ("mixed", SHARED, {"fused_residual_rmsnorm": True}, dict.fromkeys(NORMS, "fused_residual_rmsnorm")),
     ("mixed", SHARED, {"mlp_chunks_for_training": 2}, {"mlp": "mlp_chunks_for_training"}),
     ("mixed", SHARED, {"moe_paged_stash": True}, {"moe": "moe_paged_stash"}),
@@ -238,6 +250,7 @@ if is_in_range(installed_version(), ">=0.17"):
     REFUSED.append(("mixed", {"moe_router_topk": 3}, {}, {"moe": "does not sort its choice"}))
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_what_is_not_safe_is_refused_with_the_reason() -> None:
     for kind, settings, changes, reasons in REFUSED:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rehearsal has the groups of a real step, with the same bytes; the figures that GPUs have shown; and a budget's."""
+"""A rehearsal has the groups of a real step, with the same bytes, and the figures that GPUs have shown."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ Groups = list[list[tuple[str, int, int]]]
 """Of each virtual stage: name, layer and bytes of its groups."""
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("kind", "shape"), [("dense", Pipeline(2)), ("moe", Pipeline(2, 2))], ids=str)
 def test_groups_are_those_of_a_real_step(kind: str, shape: Pipeline) -> None:
     real = run_ranks(_real_groups, kind, pipeline=shape)
@@ -144,109 +145,3 @@ def _job_of(shape: Any, num_gpus: int) -> Any:
         optimizer_bytes=0,
         parallel={"pipeline_model_parallel_size": shape.pp, "virtual_pipeline_model_parallel_size": shape.vpp or None},
     )
-
-
-# -- a budget: what is allocated is predicted --------------------------------------------------------------------------
-
-SHARES = (0.02, 0.4, 0.8)
-"""Of what lies between the lowest budget and no offload."""
-MICROBATCHES = 2
-
-
-@pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "interleaved"])
-def test_first_predictions_of_what_is_allocated_are_exact(stages: int) -> None:
-    """Steps that have settled hold it. Copies that complete early are worth less than a group."""
-    [(spread, largest, firsts)] = run_ranks(_first_decisions, stages, pipeline=None)
-    assert len(firsts) == len(SHARES) and spread > 8 * largest
-    assert any(recomputed for *_, recomputed in firsts) and any(moved for _, moved, _ in firsts), firsts
-    assert all(recomputed or moved for _, moved, recomputed in firsts), firsts
-    assert max(abs(error) for error, *_ in firsts) <= largest / 4, firsts
-
-
-def _first_decisions(stages: int) -> tuple[int, int, list[tuple[int, int, int]]]:
-    """Return what no offload holds above the lowest budget, the largest group, and what is found within each budget.
-
-    That is by how much the prediction is wrong, and what is moved and recomputed.
-    """
-    from benchmarks.gpu.settings import Shape
-    from megatron_patches._rehearsal.stage import StageRehearsal
-    from offload_engine.planning.clocks import Link
-    from offload_engine.planning.hardware import find_hardware
-    from offload_engine.planning.shapes import largest_bytes
-
-    layers, vpp = (6, 0) if stages == 1 else (12, 2)
-    small = Shape(
-        layers=layers, hidden=1024, ffn=3584, heads=8, seq=4096, nmb=MICROBATCHES, pp=stages, vpp=vpp, vocab=16_000
-    )
-    firsts = []
-    with StageRehearsal(_job_of(small, stages), find_hardware("h200"), Link(55.0, 55.0), 0).ready() as stage:
-        decider = _planned(stage, 1 << 40)[0].decider
-        lowest, most = decider.chosen.floor.held_bytes, decider.chosen.top.held_bytes
-        for share in SHARES:
-            controller, predicted, held = _planned(stage, round(lowest + share * (most - lowest)))
-            summary = controller.summary
-            firsts.append((predicted - held, summary.offloaded_bytes, summary.recomputed_bytes))
-    return most - lowest, largest_bytes(decider.known.job.shapes), firsts
-
-
-def _planned(stage: Any, budget: int) -> tuple[Any, int, int]:
-    """Run steps until the first decision has settled; return the controller, what was predicted, and what was held."""
-    from megatron_patches._arguments import Settings
-    from offload_engine import OffloadConfig
-
-    runtime, made = stage._runtime, list[Any]()
-
-    def make(step: Any, settings: Settings) -> Any:
-        made.append(_BudgetEngine(settings.engine.replace(gpu_budget=budget), runtime.device))
-        return made[-1]
-
-    runtime._make_engine = make
-    runtime.use(Settings(OffloadConfig(), tuple(stage.names()), has_report=False, may_recompute=True))
-    while not made or made[-1].budget is None or made[-1].budget.decider.chosen is None:
-        stage._step(MICROBATCHES)
-    controller = made[-1].budget
-    predicted = controller.decider.chosen.best.held_bytes
-    controller.decider.budget_bytes = 1 << 40  # the decision stays, whatever it holds
-    for _ in range(2):
-        stage._step(MICROBATCHES)
-    return controller, predicted, controller._last.peak_bytes
-
-
-class _Gauge:
-    """Reserves what is allocated, and nothing in vain."""
-
-    def __init__(self, allocated: Any) -> None:
-        self._allocated = allocated
-
-    def peak_bytes(self) -> int:
-        return int(self._allocated.peak_bytes)
-
-    held_bytes = peak_bytes
-
-    def reset(self) -> None:
-        self._allocated.reset_peak()
-
-    def outside_bytes(self) -> int:
-        return 0
-
-    def total_bytes(self) -> int:
-        return 1 << 40
-
-    def trim(self) -> None: ...
-
-
-def _BudgetEngine(config: Any, device: Any) -> Any:  # noqa: N802  # a class, of packages that only a rank imports
-    from offload_engine.engine import OffloadEngine
-
-    class Engine(OffloadEngine):
-        def __init__(self) -> None:
-            device.memory = _Gauge(device.allocated)
-            super().__init__(config, device, logs_first_step=False)
-            self.budget._floor.optimizers.has_state = lambda num_steps: True  # type: ignore[union-attr,method-assign]
-
-        def begin_iteration(self, *args: Any, **options: Any) -> None:
-            now = device.clocks.now
-            now.host = now.compute = max(now.host, now.compute)  # it has waited for the device
-            super().begin_iteration(*args, **options)
-
-    return Engine()

@@ -71,13 +71,6 @@ def test_it_has_all_stages_once_on_rank_0() -> None:
     assert [rank.fingerprint for rank in (first, second)] == [rank.fingerprint for rank in plain]
 
 
-def test_a_stage_without_groups_is_no_obstacle() -> None:
-    """Experts are in the last two layers only: rank 0 has none."""
-    first, second = see(Pipeline(2), ["router_fc1"], {"moe_layer_freq": [0, 0, 1, 1]}, "moe")
-    assert {tuple(cells[:2]) for cells in first.rows("router_fc1")} == {("1", "1")} and not second.tables
-    assert first.in_steps in ([2], [3])
-
-
 @pytest.mark.parametrize(("shape", "offloading"), [(Pipeline(2), 0), (Pipeline(), 1)], ids=str)
 def test_ranks_whose_model_does_not_offload(shape: Pipeline, offloading: int) -> None:
     first, second = run_ranks(_see_on_one, offloading, pipeline=shape, world_size=2)

@@ -17,6 +17,8 @@ from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import selective
 from tests.dist.tiny import ALL, NUM_LAYERS, make_chunks, make_config, messages, run, stats_of, step
 
+pytestmark = pytest.mark.compat
+
 NAMES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 RECIPE: dict[str, Any] = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
 FROM_19 = pytest.mark.skipif(

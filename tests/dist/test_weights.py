@@ -18,37 +18,11 @@ from offload_engine import OffloadEngine
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.parity import Case, run_with, run_without
 from tests.dist.settings import DEEP, OVERLAP
-from tests.dist.tiny import ALL, forward_step, make_chunks, make_config, run, stats_of, step
+from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train
 
 
-@on_ranks()
-def test_between_the_begin_of_a_step_and_its_first_forward_the_model_is_not_walked() -> None:
-    """There the device waits for the host: in a model of eight layers a walk takes it 0.2 ms or more."""
-    chunks = make_chunks(make_config())
-    walks: list[str] = []
-    walk = torch.nn.Module._named_members
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        walks.append("walk")
-        return walk(*args, **kwargs)
-
-    def noted(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
-        walks.append("forward")
-        return forward_step(batches, model, *more)
-
-    with apply(ALL, modules=["core_attn"]):
-        run(chunks, 2)  # the first step looks at the model in any case
-        with (
-            mock.patch.object(torch.nn.Module, "_named_members", counted),
-            mock.patch.object(torch.nn.Module, "zero_grad"),  # that of `run`, which walks the model, too
-        ):
-            for _ in range(2):
-                walks.clear()
-                run(chunks, 2, forward_step=noted)
-                assert walks[:2] == ["forward", "forward"]
-
-
+@pytest.mark.compat
 @on_ranks()
 def test_a_parameter_that_takes_the_place_of_another_is_known_a_step_later() -> None:
     expected = step(make_chunks(make_config()), 2)
@@ -160,6 +134,7 @@ FUSED = {"gradient_accumulation_fusion": True}
 NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_every_weight_says_that_its_gradient_was_added() -> None:
     with kernels() as kernel, apply(ALL, modules=NAMES) as handle:

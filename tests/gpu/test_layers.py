@@ -57,15 +57,6 @@ def test_memory_goes_down(enable_ckpt: bool) -> None:
     assert offloaded <= plain - 0.8 * (stats.managed_bytes - stats.peak_resident_bytes), (plain, offloaded, stats)
 
 
-@pytest.mark.usefixtures("deterministic")
-def test_a_model_on_the_cpu_of_this_machine() -> None:
-    model = make_decoder("llama")
-    handle = enable_activation_offloading(model, "none", config=SMALL)
-    assert train(model) == train(make_decoder("llama"))
-    assert handle.stats.copied_out_bytes > 0
-    handle.remove()
-
-
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 
