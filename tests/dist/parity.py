@@ -17,6 +17,7 @@ from megatron_patches._rows.runtime import unwrap
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import Action, ChunkKey, IterationStats, ResidencyMeter
 from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
+from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, check_bits, engine_of, fingerprint, make_chunks, make_config, run, stats_of
 
 SAVES_COPIES = is_in_range(installed_version(), "<0.20")
@@ -115,6 +116,15 @@ def run_with(
             counters.append(stats_of(handle))
             if is_evaluated:
                 run(chunks, microbatches[0], forward_only=True)
+    return counters
+
+
+def run_ordered(case: Case, microbatches: Sequence[int], seed: int | None = 1) -> list[IterationStats]:
+    """Compare steps with those without offload on the adversarial device, which must find each copy ordered."""
+    expected = run_without(case, microbatches)
+    with adversarial_device(seed) as device:
+        counters = run_with(case, microbatches, expected)
+        assert device.hazards == [], case
     return counters
 
 

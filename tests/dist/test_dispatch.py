@@ -21,10 +21,9 @@ from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from megatron_patches import apply
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
-from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, run_with, run_without
+from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, run_ordered, run_with, run_without
 from tests.dist.saved_storages import innermost_hooks
 from tests.dist.settings import DEEP, ON_TWO_RANKS, OVERLAP, SHARED, selective
-from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, step
 
 SHAPES = [Pipeline(expert=2), DEEP]
@@ -67,10 +66,7 @@ def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
 def test_inputs_of_recomputed_attention_are_emptied() -> None:
     """Latents, of which `CheckpointWithoutOutput` has saved detached leaves."""
     case = _case("moe", ["self_attn"], **LATENT, num_layers=2, **selective("mla_up_proj"))
-    expected = run_without(case, [2])
-    with adversarial_device(1) as device:
-        (stats,) = run_with(case, [2], expected)
-        assert device.hazards == []
+    (stats,) = run_ordered(case, [2])
     assert stats.num_viewed_storages == 0 and (stats.num_emptied_storages > 0) == SAVES_COPIES
 
 
@@ -101,14 +97,9 @@ def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
     names = ["layer_input", "qkv_linear", "core_attn", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "shared_fc2"]
     names += ["router", "dispatched_tokens", *EXPERTS]
     case, microbatches = _case("mixed", names, delay_wgrad_compute=True), [3, 1] if shape.size == 1 else [2, 4]
-    references = References()
     for seed, numbers in ((None, microbatches), (1, [max(microbatches)])):
-        expected = references.of(case, numbers)
-        with adversarial_device(seed) as device:
-            counters = run_with(case, numbers, expected)
-            assert device.hazards == []
-            assert device.num_copies["out"] and device.num_copies["in"]
-            assert all(stats.num_emptied_storages for stats in counters)
+        for stats in run_ordered(case, numbers, seed):
+            assert stats.copied_in_bytes and stats.num_emptied_storages
 
 
 def _case(kind: str, names: list[str], **more: Any) -> Case:

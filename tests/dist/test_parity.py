@@ -22,9 +22,8 @@ from megatron_patches._model.sites import BLOCKS
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.models import HYBRID, LATENT
-from tests.dist.parity import EXPERTS, Case, check_all, run_with, run_without
+from tests.dist.parity import EXPERTS, Case, check_all, run_ordered
 from tests.dist.settings import DEEP, GROUPED, OVERLAP, SHARED, full, is_refused, leaves, selective
-from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, make_chunks, make_config, stats_of, step
 from tests.dist.training import train
 
@@ -302,11 +301,7 @@ def test_discarded_tensors_are_never_copied() -> None:
         "experts": ("moe", selective("layernorm")),
     }
     for name, (kind, settings) in discarded.items():
-        case = Case(kind, [name], settings=settings)
-        expected = run_without(case, [2])
-        with adversarial_device(1) as device:
-            (stats,) = run_with(case, [2], expected)
-            assert device.hazards == [], (name, device.hazards)
+        (stats,) = run_ordered(Case(kind, [name], settings=settings), [2])
         assert stats.copied_out_bytes > 0
 
 
