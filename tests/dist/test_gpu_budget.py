@@ -63,7 +63,7 @@ def test_steps_are_the_same_and_within_the_budget(
 
 
 def half_way(floor: int, top: int) -> int:
-    """From everything offloaded to nothing moved, on the rank that takes the most."""
+    """Return what is half-way from everything offloaded to nothing moved, on the rank that takes the most."""
     return sum(map(max, zip(*gathered((floor, top)), strict=True))) // 2
 
 
@@ -337,9 +337,9 @@ def test_a_step_that_one_rank_skips_leaves_no_other_waiting() -> None:
     for at in (1, 3, 5):
         with training() as job:
             for number in range(NUM_STEPS + 2):
-                is_skipped = number == at and is_last_rank()
-                with pytest.raises(ZeroDivisionError) if is_skipped else nullcontext():
-                    job.step(**({"forward_step": lambda *_: 1 / 0} if is_skipped else {}))
+                fails: dict[str, Any] = {"forward_step": lambda *_: 1 / 0} if number == at and is_last_rank() else {}
+                with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+                    job.step(**fails)
                 torch.distributed.barrier()  # as gradients are summed: a rank cannot be a step ahead
             assert job.view.state is State.HOLD
             first, second = job.decisions()
@@ -350,12 +350,12 @@ def test_a_step_that_one_rank_skips_leaves_no_other_waiting() -> None:
 @on_ranks(world_size=2)
 def test_a_plan_that_only_one_rank_has_is_not_used(shape: Pipeline, tmp_path: Path) -> None:
     own, away, found = tmp_path / "plan_rank1.json", tmp_path / "away", []
-    for num_steps, old, new in ((6, own, away), (1, away, own), (1, None, None)):
+    for num_steps, moved in ((6, (own, away)), (1, (away, own)), (1, ())):
         with training(plan=tmp_path / "plan.json") as job:
             job.steps(num_steps)
             found.append(job.view.state)
-        if is_last_rank() and old is not None:
-            old.rename(new)
+        if is_last_rank() and moved:
+            moved[0].rename(moved[1])
         torch.distributed.barrier()
     assert found[1:] == [State.FLOOR, State.HOLD]
 

@@ -95,7 +95,8 @@ def test_no_rank_waits_for_a_rank_without_patches() -> None:
 
 @on_ranks()
 def test_it_can_be_switched_off() -> None:
-    for settings, options in (({}, {"has_report": False}), ({"offload_report": False}, {})):
+    off: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"has_report": False}), ({"offload_report": False}, {})]
+    for settings, options in off:
         seen = Seen(["core_attn"], settings, **options)
         assert not seen.tables and not seen.has_record
 
