@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -295,7 +296,7 @@ def adapters(chunk: torch.nn.Module, *more: str) -> None:
         for name, child in list(module.named_children()):
             if name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
                 setattr(module, name, Adapted(child))
-    _train_only(chunk, ".adapter.", *more)
+    _freeze(chunk, lambda name: not any(part in name for part in (".adapter.", *more)))
 
 
 def adapters_and_embedding(chunk: torch.nn.Module) -> None:
@@ -303,7 +304,11 @@ def adapters_and_embedding(chunk: torch.nn.Module) -> None:
 
 
 def routers(chunk: torch.nn.Module) -> None:
-    _train_only(chunk, ".router.")
+    _freeze(chunk, lambda name: ".router." not in name)
+
+
+def all_but_experts(chunk: torch.nn.Module) -> None:
+    _freeze(chunk, lambda name: ".experts." in name)
 
 
 def last_layers(chunk: Any) -> None:
@@ -313,11 +318,6 @@ def last_layers(chunk: Any) -> None:
         layer.requires_grad_(layer.layer_number > layer.config.num_layers // 2)
 
 
-def all_but_experts(chunk: torch.nn.Module) -> None:
+def _freeze(chunk: torch.nn.Module, is_frozen: Callable[[str], bool]) -> None:
     for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(".experts." not in name)
-
-
-def _train_only(chunk: torch.nn.Module, *parts: str) -> None:
-    for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(any(part in name for part in parts))
+        parameter.requires_grad_(not is_frozen(name))

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from megatron_patches import apply
 from megatron_patches._model import experts
@@ -119,21 +120,11 @@ class Others(GroupedLinear):
         return out + tokens.tanh(), None
 
 
-class Forwarding(torch.nn.Module):
-    """Passes on the attributes of what it wraps, as what torch.compile and checkpoints wrap do."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+class Forwarding(ActivationWrapper):
+    """Passes on the attributes of what it wraps, as what torch.compile wraps does, too."""
 
     def forward(self, *args: Any) -> Any:
-        return self.inner(*args)
+        return self._checkpoint_wrapped_module(*args)
 
     forward.__module__ = GroupedLinear.forward.__module__
 
