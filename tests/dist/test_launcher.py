@@ -71,12 +71,21 @@ def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:
     assert sum(name.endswith("core_attention") for name in hooked) == 4
 
 
-def test_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--offload-activation"], "no script given"),
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["--offload-modules", "core_attn", __file__], "--offload-modules without --offload-activation"),
+        (["--offload-activation", "--offload-modules", "core_atn", __file__], "unknown module name 'core_atn'"),
+    ],
+)
+def test_bad_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_patches.__main__ import main
 
     with pytest.raises(SystemExit) as error:
-        main(["--offload-activation"])
-    assert error.value.code == 2 and "no script given" in capsys.readouterr().err
+        main(argv)
+    assert error.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.compat

@@ -48,6 +48,8 @@ def test_names_that_a_graph_captures_stay_unless_a_budget_chooses() -> None:
     assert find_among(captures, chunks, names, has_budget=False) == (names, {})
     found, left_out = find_among(captures, chunks, names, has_budget=True)
     assert found == ("mlp_fc1",) and "captures 'core_attn'" in left_out["core_attn"]
+    found, left_out = find_among(config, chunks, ("core_attn", "router"), has_budget=False)
+    assert found == ("core_attn",) and left_out["router"] == "this rank has no such module"
     for has_budget in (False, True):
         all_names, _ = find_candidates(captures, chunks, has_budget)
         assert "mlp_fc1" in all_names and ("core_attn" in all_names) is not has_budget
