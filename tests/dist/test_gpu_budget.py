@@ -30,6 +30,7 @@ from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
 from tests.dist.test_recompute_switches import MODELS, _config, _step
 from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run, stats_of, step
+from tests.dist.training import train as train_distributed
 
 NUM_STEPS = 8
 NUM_FREE = 5
@@ -65,6 +66,25 @@ def test_steps_are_the_same_and_within_the_budget(
 def half_way(floor: int, top: int) -> int:
     """Return what is half-way from everything offloaded to nothing moved, on the rank that takes the most."""
     return sum(map(max, zip(*gathered((floor, top)), strict=True))) // 2
+
+
+@on_ranks(world_size=2, timeout_s=240.0)
+def test_the_distributed_optimizer() -> None:
+    def steps(**budget: str) -> list[tuple[dict[str, str], int]]:
+        config = make_config("dense", torch.bfloat16, **budget)
+
+        def counted(chunks: list[Any]) -> tuple[dict[str, str], int]:
+            return step(chunks, 4), 0 if handle.stats is None else handle.stats.peak_resident_bytes
+
+        return train_distributed(config, make_chunks(config), counted, NUM_STEPS)
+
+    with apply(ALL, has_report=False) as handle:
+        expected, kept = steps(), steps(offload_gpu_budget="1TiB")
+        floor, top = kept[0][1], kept[-1][1]
+        budget = half_way(floor, top)
+        within = steps(offload_gpu_budget=f"{budget}")
+    assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
+    assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
 
 
 @on_ranks(Pipeline(2))

@@ -277,6 +277,12 @@ ROWS = {
         RECOMPUTING_IN_OVERLAP[1::2],
         microbatches=[4, 2],
     ),
+    # The layer of further tokens is one more of the plan, whose input is one part of a tensor that is read again.
+    "overlap in a pipeline, further tokens": _row(
+        DEEP,
+        _overlap("moe", [["layer_input", "core_attn", "mlp_norm", *AHEAD, "router_fc1"]], {"mtp_num_layers": 1}),
+        microbatches=[2, 4],
+    ),
     "overlap in a pipeline, latents": _row(
         DEEP,
         _overlap("mixed", [[*OF_LAYERS[:3], *LATENTS, "mlp_act", *ROUTED[1:]]], WITH_BOTH),

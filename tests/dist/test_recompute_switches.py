@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_patches import apply
+from megatron_patches._model.candidates import find_candidates
+from megatron_patches._model.modules import drop_parts
 from megatron_patches._model.recompute import Switches
 from megatron_patches._model.recompute_options import RecomputeOptions
 from megatron_patches._model.sites import find_sites
@@ -201,12 +204,7 @@ def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered:
     kind, settings, _ = MODELS[model]
     chunks = make_chunks(_config(kind, settings))
     options = RecomputeOptions(chunks, PARTS_OF_EXPERTS)
-    run(chunks, 1)
-    run(chunks, 1, forward_only=True)  # which changes nothing about it
-    groups = [
-        GroupShape(name, layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in PARTS_OF_EXPERTS
-    ]
-    offers = options.find((ChunkShape(tuple(groups)),))
+    offers = options.find(_shapes(PARTS_OF_EXPERTS))
     assert {offer.name for offer in offers} == offered
     for layer in range(4):
         of_layer = [offer for offer in offers if {slot.layer for slot in offer.replaces} == {layer}]
@@ -219,6 +217,26 @@ def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered:
         options.apply(Choices(recomputed=frozenset({Slot(0, 0, "mlp_act", 0)})))
     options.restore()
     assert not any(option.switch.is_on for option in options._options)
+
+
+def _shapes(names: Sequence[str]) -> tuple[ChunkShape, ...]:
+    """Each group has the same bytes and time."""
+    return (ChunkShape(tuple(GroupShape(name, i, nbytes=1 << 30, forward_ms=1.0) for i in range(4) for name in names)),)
+
+
+@on_ranks()
+def test_a_microbatch_without_gradients_changes_nothing_about_what_is_freed() -> None:
+    chunks = make_chunks(_config(*MODELS["experts"][:2]))
+    names, _ = drop_parts(find_candidates(chunks[0].config, chunks, has_budget=True)[0])
+    found = []
+    for is_evaluated in (False, True):
+        options = RecomputeOptions(chunks, names)
+        run(chunks, 1)
+        if is_evaluated:
+            run(chunks, 1, forward_only=True)
+        found.append(options.find(_shapes(names)))
+    assert found[0] == found[1]
+    assert {"mlp", "moe", "core_attn"} <= {offer.name for offer in found[0]}
 
 
 RECOMPUTED = [*NORMS, "core_attn", "mlp", "moe"]
