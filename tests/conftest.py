@@ -21,51 +21,11 @@ ONCE = {
     f"test_{name}"
     for name in (
         "adversarial_device affinity bench_frontends bench_gpu bench_recipes budget_corrections budget_curve "
-        "budget_hold byte_sizes compat config device_choice ended_processes examples frontend_examples graph_check "
+        "budget_hold byte_sizes config device_choice ended_processes examples frontend_examples graph_check "
         "hardware host_memory imports mutation_check node_share observe_labels observe_observer observe_report "
         "observe_trace output package pinned plan plan_command planner prepare_text rank_reports readme show_plan "
         "simulate sizes smp soak slurm_script tools verifier other_trainers mistakes_of_flags"
     ).split()
-}
-# The tests of tests/dist whose subject differs by versions of megatron-core, by the beginnings of their names: its
-# modules, nodes, schedules, recomputation, dispatchers, settings, and what it holds. CI runs them with the oldest
-# version as well, and tools/nightly.sh all others.
-COMPAT = {
-    "test_bad_input": ("test_a_setting", "test_fused", "test_refused"),
-    "test_bypass": ("test_linear", "test_modules", "test_of_other", "test_one_that", "test_w"),
-    "test_captures": ("test_captured", "test_named", "test_steps_are_captured_with_their_copies[alone"),
-    "test_dispatch": (
-        "test_flex_dispatcher_without",
-        "test_storages_held_by_the_schedule_are_emptied[Pipeline(size=2",
-    ),
-    "test_inputs": (
-        *("test_embeddings_without", "test_it_leaves", "test_megatron_cores_own_cases[alone", "test_queries"),
-        "test_stage_inputs",
-    ),
-    "test_launcher": (
-        *("test_accepted", "test_every_row", "test_list_modules", "test_other_code", "test_runs_a_script"),
-        *("test_what_is_missing", "test_what_would"),
-    ),
-    "test_other_code": ("test_under_the_overlap", "test_without_other_code"),
-    "test_parity": (
-        "test_discarded",
-        "test_distributed_optimizer",
-        *(
-            f"test_steps_are_those_without_offload[{row}"
-            for row in (
-                *("bare", "interleaved", "names", "selective", "full", "tensor"),
-                *("overlap in", "overlap, recomputation"),
-            )
-        ),
-    ),
-    "test_recompute_switches": (
-        "test_steps_are_the_same_whatever",
-        "test_what_is_not_safe",
-        "test_everything_is_put_back",
-    ),
-    "test_rehearsal": ("test_groups_are_those_of_a_real_step",),
-    "test_take_over": ("",),
-    "test_weights": ("test_a_parameter", "test_between", "test_every_weight"),
 }
 
 
@@ -85,30 +45,17 @@ def _installed_version(package: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by folder, and skip what this machine cannot run, saying why."""
     tests = Path(__file__).parent
-    if config.option.markexpr == "compat":
-        _refuse_unmatched(items)
     for item in items:
         path = item.path.relative_to(tests)
         folder = path.parts[0]
         if folder == "cpu" and path.stem in ONCE:
             item.add_marker(pytest.mark.once)
-        if folder == "dist" and item.name.startswith(COMPAT.get(path.stem, ())):
-            item.add_marker(pytest.mark.compat)
         if folder in MARKER_OF_FOLDER:
             item.add_marker(MARKER_OF_FOLDER[folder])
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False"))
         if item.get_closest_marker("dist") and not torch.distributed.is_available():
             item.add_marker(pytest.mark.skip(reason="this torch was built without torch.distributed"))
-
-
-def _refuse_unmatched(items: list[pytest.Item]) -> None:
-    """Hold that a test that was renamed is not lost."""
-    names = [(item.path.stem, item.name) for item in items]
-    for file, beginnings in COMPAT.items():
-        for beginning in beginnings:
-            if not any(stem == file and name.startswith(beginning) for stem, name in names):
-                raise pytest.UsageError(f"COMPAT: no test in {file} begins with {beginning!r}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -61,8 +61,8 @@ def ends(view: Any) -> tuple[int, int]:
     return chosen.floor.held_bytes, chosen.top.held_bytes
 
 
-def largest(*numbers: int) -> list[int]:
-    """Return the largest of all ranks."""
-    tensor = torch.tensor(numbers)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
+def gathered(value: Any) -> list[Any]:
+    """Return the value of each rank."""
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found

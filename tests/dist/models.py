@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models beside the plain GPT: multi-latent attention, multi-token prediction, stacks of single sublayers."""
+"""Tiny models beside the plain GPT: latent attention, multi-token prediction, single sublayers, frozen in part."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -268,3 +269,55 @@ class _DelayedLinear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         ctx.pending.append((inputs, grads[0]))  # read after this node, and its saved tensors, are gone
         return grads[0].matmul(weight), None, None
+
+
+# -- models of which only a part is trained ---------------------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer of megatron-core with a low-rank adapter beside it."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        size_out, size_in = linear.weight.shape
+        options: Any = {"bias": False, "dtype": linear.weight.dtype}
+        self.linear = linear
+        self.adapter = torch.nn.Sequential(
+            torch.nn.Linear(size_in, 4, **options), torch.nn.Linear(4, size_out, **options)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        output, bias = self.linear(hidden)
+        return output + self.adapter(hidden), bias
+
+
+def adapters(chunk: torch.nn.Module, *more: str) -> None:
+    for module in list(chunk.modules()):
+        for name, child in list(module.named_children()):
+            if name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+                setattr(module, name, Adapted(child))
+    _freeze(chunk, lambda name: not any(part in name for part in (".adapter.", *more)))
+
+
+def adapters_and_embedding(chunk: torch.nn.Module) -> None:
+    adapters(chunk, "embedding.")
+
+
+def routers(chunk: torch.nn.Module) -> None:
+    _freeze(chunk, lambda name: ".router." not in name)
+
+
+def all_but_experts(chunk: torch.nn.Module) -> None:
+    _freeze(chunk, lambda name: ".experts." in name)
+
+
+def last_layers(chunk: Any) -> None:
+    """Train the last layers only: the input of the first of them needs no gradient."""
+    chunk.requires_grad_(False)
+    for layer in chunk.decoder.layers:
+        layer.requires_grad_(layer.layer_number > layer.config.num_layers // 2)
+
+
+def _freeze(chunk: torch.nn.Module, is_frozen: Callable[[str], bool]) -> None:
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(not is_frozen(name))

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,10 @@ from megatron_patches._model.modules import canonical_names, drop_parts
 from megatron_patches._model.sites import count_layers, find_sites
 from megatron_patches._rows.runtime import unwrap
 from megatron_patches._versions import installed_version, is_in_range
-from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
+from offload_engine import Action, ChunkKey, IterationStats, ResidencyMeter
 from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
-from tests.dist.tiny import check_bits, engine_of, fingerprint, make_chunks, make_config, run, stats_of
+from tests.dist.streams import adversarial_device
+from tests.dist.tiny import ALL, check_bits, engine_of, fingerprint, make_chunks, make_config, run, stats_of
 
 SAVES_COPIES = is_in_range(installed_version(), "<0.20")
 """Whether `CheckpointWithoutOutput` saves detached copies of its inputs, and not the inputs themselves. Without copies
@@ -40,31 +40,18 @@ class Case(NamedTuple):
 
 
 def check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
-    check_cases(cases, [microbatches] * len(cases))
+    """On one rank: every case without offload, then with.
 
-
-def check_cases(cases: Sequence[Case], microbatches: Iterable[Sequence[int]]) -> None:
-    """On one rank: every case without offload, then with, at its own numbers of microbatches.
-
+    Of several numbers of microbatches, the first case has all, each other one two: together they see every change.
     Evaluation before and between the steps comes with the first case of each model, the table of the second one with
     the first case of all: names change nothing about them.
     """
     gc.disable()
     references = References()
-    for index, (case, numbers) in enumerate(zip(cases, microbatches, strict=False)):
-        is_first = not references.has(case)
+    for index, case in enumerate(cases):
+        is_first, at = not references.has(case), (index - 1) % len(microbatches)
+        numbers = [*microbatches[at:], microbatches[0]][:2] if index and len(microbatches) > 1 else microbatches
         run_with(case, numbers, references.of(case, numbers), is_evaluated=is_first, has_report=index == 0)
-
-
-def check_in_turns(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
-    check_cases(cases, taking_turns(microbatches))
-
-
-def taking_turns(microbatches: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All the numbers for the first case, two for each other one: the cases together see every change."""
-    yield microbatches
-    for i in itertools.cycle(range(len(microbatches))):
-        yield [*microbatches[i:], microbatches[0]][:2]
 
 
 class References:
@@ -114,10 +101,8 @@ def run_with(
         is_evaluated: an evaluation comes before each step and behind the last; it changes nothing.
         has_report: the second step is recorded, and its tables are made.
     """
-    meter = ResidencyMeter()
-    counters = []
-    config = OffloadConfig(min_tensor_bytes=1, directory="none")
-    with apply(config, meter=meter, has_report=has_report) as handle:
+    meter, counters = ResidencyMeter(), []
+    with apply(ALL, meter=meter, has_report=has_report) as handle:
         settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
         chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap, change=case.change)
         if is_evaluated:
@@ -131,6 +116,15 @@ def run_with(
             counters.append(stats_of(handle))
             if is_evaluated:
                 run(chunks, microbatches[0], forward_only=True)
+    return counters
+
+
+def run_ordered(case: Case, microbatches: Sequence[int], seed: int | None = 1) -> list[IterationStats]:
+    """Compare steps with those without offload on the adversarial device, which must find each copy ordered."""
+    expected = run_without(case, microbatches)
+    with adversarial_device(seed) as device:
+        counters = run_with(case, microbatches, expected)
+        assert device.hazards == [], case
     return counters
 
 

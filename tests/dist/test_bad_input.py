@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from megatron_patches import Handle, apply
 from offload_engine import CopyError, OffloadConfig
 from offload_engine._devices.file_slab import FileSlab
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import GroupedProduct
 from tests.dist.saved_storages import innermost_hooks
 from tests.dist.settings import full, selective
@@ -43,6 +43,7 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
 ]
 
 
+@pytest.mark.compat
 @on_ranks(Pipeline(2, 2), timeout_s=60)
 def test_refused_before_the_first_forward() -> None:
     for kind, names, settings, parts in REFUSED:
@@ -67,6 +68,7 @@ def _refusal(handle: Handle, chunks: list[torch.nn.Module]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.compat
 @on_ranks(Pipeline(2), timeout_s=60)
 def test_a_setting_that_one_stage_cannot_run_is_refused_on_all() -> None:
     """To the eye, its last MLP is fused as TransformerEngine's would be."""
@@ -88,11 +90,10 @@ def test_a_setting_that_one_stage_cannot_run_is_refused_on_all() -> None:
 def test_a_fault_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     rank = torch.distributed.get_rank()
     where = str(tmp_path) if rank == 0 else f"{tmp_path}/missing"
-    with apply(OffloadConfig(min_tensor_bytes=1)):
+    with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
         chunks = make_chunks(make_config(offload_activation=True, offload_modules=["core_attn"], offload_dir=where))
-        with pytest.raises((ValueError, OSError), match="missing") as error:
-            run(chunks, 2)
-    assert rank == 1 or "pipeline rank 1" in str(error.value)
+        message = _refusal(handle, chunks)
+    assert "missing" in message and (rank == 1 or "pipeline rank 1" in message)
 
 
 class _Operations(torch.nn.Module):
@@ -115,6 +116,7 @@ def _make_operations(experts: Any) -> torch.nn.Module:
     return operations
 
 
+@pytest.mark.compat
 @pytest.mark.skipif(
     not hasattr(TEGroupedMLP, "_make_fused_ops"), reason="before 0.19 no experts are fused like that: runs with 0.19.2"
 )
@@ -176,12 +178,17 @@ class _Fault(Exception):
 
 
 def _raising_in_second_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _failing_after(1, function, _Fault())
+
+
+def _failing_after(number: int, function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    """Return a function that raises the error behind so many calls."""
     calls: list[int] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2:
-            raise _Fault
+        if len(calls) > number:
+            raise error
         return function(*args, **kwargs)
 
     return call
@@ -193,8 +200,9 @@ def test_a_full_disk_stops_the_step_and_no_more(tmp_path: Path) -> None:
     with apply(OffloadConfig(min_tensor_bytes=1, directory=str(tmp_path)), modules=["core_attn", "mlp_fc1"]) as handle:
         chunks = make_chunks(make_config())
         weights = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+        full = OSError(errno.ENOSPC, "No space left on device")
         for num_written in (0, 4, 11):
-            with mock.patch.object(FileSlab, "write", _full_after(num_written)):
+            with mock.patch.object(FileSlab, "write", _failing_after(num_written, FileSlab.write, full)):
                 with pytest.raises(CopyError, match=r"(core_attn|mlp_fc1).*microbatch[^\0]*No space left"):
                     run(chunks, 3)
             assert engine_of(handle).pool.num_leases == 0
@@ -202,35 +210,14 @@ def test_a_full_disk_stops_the_step_and_no_more(tmp_path: Path) -> None:
             assert step(chunks, 3) == expected
 
 
-def _full_after(num_written: int) -> Callable[..., None]:
-    """Return a method in place of `FileSlab.write`, which fails behind so many writes."""
-    write, calls = FileSlab.write, list[int]()
-
-    def write_until_full(slab: Any, *args: Any) -> None:
-        calls.append(1)
-        if len(calls) > num_written:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(slab, *args)
-
-    return write_until_full
-
-
-@pytest.mark.parametrize(
-    ("shape", "min_tensor_bytes", "said"),
-    [
-        pytest.param(Pipeline(), OffloadConfig().min_tensor_bytes, "offload_min_tensor_bytes=1,048,576", id="nothing"),
-        pytest.param(Pipeline(2), 1, None, id="a stage of one layer, which stays, while another moves its own"),
-    ],
-)
-def test_a_request_that_moves_nothing_says_why_once(shape: Pipeline, min_tensor_bytes: int, said: str | None) -> None:
-    for warnings in run_ranks(_warnings_of_two_steps, min_tensor_bytes, pipeline=shape):
-        assert len(warnings) == (said is not None) and all(said in warning for warning in warnings)
-
-
-def _warnings_of_two_steps(min_tensor_bytes: int) -> list[str]:
+@pytest.mark.parametrize(("shape", "least"), [(Pipeline(), None), (Pipeline(2), 1)], ids=["nothing", "on one stage"])
+@on_ranks()
+def test_a_request_that_moves_nothing_says_why_once(shape: Pipeline, least: int | None) -> None:
+    """Not on a stage of one layer, which stays, while another moves its own."""
     logged = messages()
-    with apply(ALL.replace(min_tensor_bytes=min_tensor_bytes), modules=["core_attn"]):
+    with apply(ALL.replace(min_tensor_bytes=least or OffloadConfig().min_tensor_bytes), modules=["core_attn"]):
         chunks = make_chunks(make_config(num_layers=2))
         for _ in range(2):
             run(chunks, 2)
-    return logged
+    assert len(logged) == (least is None)
+    assert all("offload_min_tensor_bytes=1,048,576" in message for message in logged)

@@ -6,17 +6,14 @@ Of what the linear layer of all experts saves, the engine takes the input, once.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from megatron_patches import apply
 from megatron_patches._model import experts
@@ -31,51 +28,12 @@ WAYS = pytest.mark.parametrize(
     ("settings", "shape"),
     [pytest.param({}, Pipeline(), id="called"), pytest.param(OVERLAP, Pipeline(expert=2), id="as nodes of a plan")],
 )
-PACKED = {
-    "qkv_linear": {"linear_qkv", "final_layernorm"},
-    "router_fc2": {"experts", "linear_fc2", "final_layernorm"},
-    "dispatched_tokens": {"router", "experts", "linear_fc1", "final_layernorm"},
-    "mlp_norm": {"router", "experts", "final_layernorm"},
-}
-"""Name -> the modules in which hooks pack what is saved, of those that are watched."""
-WATCHED = ("linear_qkv", "core_attention", "router", "experts", "linear_fc1", "linear_fc2", "final_layernorm")
-
-
-@WAYS
-@on_ranks()
-def test_modules_in_which_hooks_pack(settings: dict[str, Any], shape: Pipeline) -> None:
-    for name, packed in PACKED.items():
-        seen = defaultdict[str, set[bool]](set)
-
-        def watch(what: str, module: Any, seen: Any) -> None:
-            forward = module.forward
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                    seen[what].add(innermost_hooks(True) is not None)
-                return forward(*args, **kwargs)
-
-            module.forward = noted
-
-        with apply(ALL, modules=[name]):
-            chunks = make_chunks(make_config("moe", torch.bfloat16, **settings))
-            for path, module in chunks[0].named_modules():
-                what = path.rpartition(".")[2]
-                if what in WATCHED:
-                    watch(what, module, seen)
-            run(chunks, 2)
-        assert seen == {what: {what in packed} for what in WATCHED}, name
-
-
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {"qk_layernorm": True}),
     "shared experts": ("mixed", {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 32}),
     "latent attention": ("moe", LATENT),
     "further tokens": ("moe", {"mtp_num_layers": 1}),
-    "recomputed": (
-        "mixed",
-        selective("core_attn", "mlp", moe_layer_freq=[0, 1]),
-    ),
+    "recomputed": ("mixed", selective("core_attn", "mlp", moe_layer_freq=[0, 1])),
 }
 
 
@@ -96,6 +54,7 @@ def test_tensors_that_bypass_the_engine_are_in_no_group(settings: dict[str, Any]
 # -- linear layers of all experts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.compat
 @WAYS
 @on_ranks()
 def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) -> None:
@@ -107,7 +66,14 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
         is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
         with apply(ALL, modules=[name]), mock.patch.object(experts, "_will_quantize", lambda linear: is_quantized):  # noqa: B023
             chunks = _make_chunks(settings)
-            with _saved_tensors() as saved:
+            saved: list[tuple[torch.Tensor, ...]] = []  # what the backward of each linear layer of experts gets back
+            backward = GroupedProduct.backward
+
+            def noting(ctx: Any, *grads: torch.Tensor, saved: list[Any] = saved, backward: Any = backward) -> Any:
+                saved.append(ctx.saved_tensors)
+                return backward(ctx, *grads)
+
+            with mock.patch.object(GroupedProduct, "backward", staticmethod(noting)):
                 run(chunks, 2)
             linears = [moe.experts.linear_fc1 for moe in chunks[0].modules() if hasattr(moe, "experts")]
             assert not any(linear.save_original_input for linear in _linears(chunks))
@@ -122,20 +88,7 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
             assert are_themselves == {not (is_offloaded and is_quantized)}
 
 
-@contextmanager
-def _saved_tensors() -> Iterator[list[tuple[torch.Tensor, ...]]]:
-    """Return what the backward of each linear layer of experts gets back."""
-    seen: list[tuple[torch.Tensor, ...]] = []
-    backward = GroupedProduct.backward
-
-    def noting(ctx: Any, *grads: torch.Tensor) -> Any:
-        seen.append(ctx.saved_tensors)
-        return backward(ctx, *grads)
-
-    with mock.patch.object(GroupedProduct, "backward", staticmethod(noting)):
-        yield seen
-
-
+@pytest.mark.compat
 @WAYS
 @pytest.mark.parametrize("names", [["expert_fc1", "moe_act"], ["qkv_linear"]], ids=["its input", "nothing of it"])
 @on_ranks()
@@ -167,21 +120,11 @@ class Others(GroupedLinear):
         return out + tokens.tanh(), None
 
 
-class Forwarding(torch.nn.Module):
-    """Passes on the attributes of what it wraps, as what torch.compile and checkpoints wrap do."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+class Forwarding(ActivationWrapper):
+    """Passes on the attributes of what it wraps, as what torch.compile wraps does, too."""
 
     def forward(self, *args: Any) -> Any:
-        return self.inner(*args)
+        return self._checkpoint_wrapped_module(*args)
 
     forward.__module__ = GroupedLinear.forward.__module__
 
@@ -190,6 +133,7 @@ def _linear(kind: type[GroupedLinear] = GroupedLinear) -> Any:
     return kind(2, 4, 4, init_method=torch.nn.init.ones_)
 
 
+@pytest.mark.compat
 def test_of_other_classes_nothing_is_known() -> None:
     plain, others = _linear(), _linear(Others)
     found = [*experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
@@ -199,27 +143,29 @@ def test_of_other_classes_nothing_is_known() -> None:
 ARGS = (torch.ones(4, 4), [2, 2])
 
 
-@pytest.mark.parametrize("case", ["plain", "other dtype", "autocast", "weights of another kind", "no tensor"])
-def test_linear_layer_that_casts_may_save_more(case: str) -> None:
-    linear = _linear()
-    if case == "other dtype":
-        linear.half()
-    if case == "weights of another kind":
-        linear.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
-    with torch.autocast("cpu", torch.bfloat16) if case == "autocast" else contextlib.nullcontext():
-        assert experts.saves_only_weights_behind(linear, () if case == "no tensor" else ARGS) == (case == "plain")
+@pytest.mark.compat
+def test_linear_layer_that_casts_may_save_more() -> None:
+    other_kind = _linear()
+    other_kind.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
+    assert experts.saves_only_weights_behind(_linear(), ARGS)
+    for linear, args in ((_linear().half(), ARGS), (other_kind, ARGS), (_linear(), ())):
+        assert not experts.saves_only_weights_behind(linear, args)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not experts.saves_only_weights_behind(_linear(), ARGS)
 
 
-@pytest.mark.parametrize("is_context_quantized", [False, True])
-def test_whether_its_input_is_quantised_is_asked_of_transformer_engine(is_context_quantized: bool) -> None:
+@pytest.mark.compat
+def test_whether_its_input_is_quantised_is_asked_of_transformer_engine() -> None:
     import_or_skip("transformer_engine.pytorch")
-    linear = _linear()
-    with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_context_quantized):
-        assert experts.saves_only_weights_behind(linear, ARGS) == (not is_context_quantized)
-        linear.will_execute_quantized = lambda is_quantized: not is_quantized
-        assert experts.saves_only_weights_behind(linear, ARGS) == is_context_quantized
+    for is_quantized in (False, True):
+        linear = _linear()
+        with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_quantized):  # noqa: B023
+            assert experts.saves_only_weights_behind(linear, ARGS) == (not is_quantized)
+            linear.will_execute_quantized = lambda is_quantized: not is_quantized
+            assert experts.saves_only_weights_behind(linear, ARGS) == is_quantized
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("is_debugged", [None, False, True])
 def test_where_it_is_debugged_or_cannot_be_asked_all_goes_through_hooks(is_debugged: bool | None) -> None:
     """A debugged one looks at the input in its backward once more."""

@@ -16,19 +16,17 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.module import GraphableMegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_patches import Handle, apply
+from megatron_patches import apply
 from megatron_patches._rows.registry import Patch, apply_patches
 from offload_engine import OffloadConfig, OffloadError
-from offload_engine.captured_layers import CapturedLayers
 from tests.adversarial import AdversarialStream
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import HYBRID
 from tests.dist.parity import Case, run_without
 from tests.dist.streams import Cuda, used_by_megatron
-from tests.dist.tiny import HIDDEN, MICRO_BATCH, NUM_LAYERS, SEQUENCE, engine_of, make_chunks, make_config, run, step
+from tests.dist.tiny import ALL, HIDDEN, MICRO_BATCH, SEQUENCE, engine_of, make_chunks, make_config, run, stats_of, step
 from tests.graph_device import GraphDevice, GraphWithoutReplay
 
 NAMES = ["qkv_linear", "core_attn", "mlp_fc1"]
@@ -82,11 +80,11 @@ def _graphs() -> Iterator[GraphDevice]:
     assert not device.hazards, device.hazards[:3]
 
 
-def _wrapper(warmup_steps: int = WARMUP) -> Any:
+def _wrapper() -> Any:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    wrapper = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=warmup_steps)
+    wrapper = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
     wrapper.static_loader = lambda inputs, stage, microbatch: inputs
     return wrapper
 
@@ -100,12 +98,13 @@ def _forget(wrapper: Any) -> None:
 SHAPES = [(Pipeline(), 2), (Pipeline(2, 2), 4)]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("shape", "num_microbatches"), SHAPES, ids=["alone", "interleaved"])
 @on_ranks()
 def test_steps_are_captured_with_their_copies(shape: Pipeline, num_microbatches: int) -> None:
     (expected,) = run_without(Case("dense", NAMES), [num_microbatches])
-    with _graphs() as device, _handle() as handle:
-        chunks, wrapper = make_chunks(_config()), _wrapper()
+    with _graphs() as device, apply(ALL, modules=NAMES) as handle:
+        chunks, wrapper = make_chunks(make_config()), _wrapper()
         for number in range(2):
             for warmup in range(WARMUP + 1):
                 got = step(chunks, num_microbatches, schedule=wrapper)
@@ -129,31 +128,38 @@ def test_steps_are_captured_with_their_copies(shape: Pipeline, num_microbatches:
 @on_ranks()
 def test_a_process_that_ends_with_its_graph_closes_the_engine() -> None:
     with _graphs():
-        handle = _handle()
-        chunks, wrapper = make_chunks(_config()), _wrapper()
+        handle = apply(ALL, modules=NAMES)
+        chunks, wrapper = make_chunks(make_config()), _wrapper()
         for _ in range(WARMUP + 2):
             run(chunks, 1, schedule=wrapper)
-        engine = handle.engine
-        assert engine is not None and engine.graphs.steps
+        engine = engine_of(handle)
+        assert engine.graphs.steps
         del chunks
         gc.collect()
         assert not engine.graphs.steps
         handle.remove()
 
 
-def _handle() -> Handle:
-    return apply(OffloadConfig(min_tensor_bytes=1))
-
-
-def _config(**more: Any) -> Any:
-    return make_config("dense", offload_activation=True, offload_modules=NAMES, **more)
-
-
 # -- layers, which TransformerEngine captures: what leaves, and to where, is decided in the captures -------------------
 
-OF_LAYERS = ["attn_proj", "mlp_fc2"]
 ROW_BYTES = SEQUENCE * MICRO_BATCH * 4
 ACTIVATION_BYTES = ROW_BYTES * HIDDEN
+OF_LAYER = ACTIVATION_BYTES + ROW_BYTES * 4 * HIDDEN  # the inputs of the projection and of the second linear layer
+# Mamba, attention, dense and experts, twice; with a stand-in for the mixer, whose kernels need a GPU.
+EIGHT = {**HYBRID, "num_layers": 8}
+# Kind of the model, names, captured scopes, settings; the forwards whose saved tensors leave, and the bytes of these
+# and of their slots.
+CAPTURED: dict[str, tuple[str, list[str], list[str], dict[str, Any], list[int], int, int]] = {
+    "all layers but the last": ("dense", ["attn_proj", "mlp_fc2"], [], {}, [0, 1, 2], 3 * OF_LAYER, 2 * OF_LAYER),
+    "mamba": (
+        *("moe", ["mamba_in_proj", "mamba_out_proj"], ["mamba"], EIGHT, [0, 3]),
+        *(4 * ACTIVATION_BYTES, 4 * ACTIVATION_BYTES),
+    ),
+    "attention beside mamba": (
+        *("moe", ["attn_proj"], ["mamba", "attn"], EIGHT, [1, 4]),  # of six forwards, each second of three
+        *(2 * ACTIVATION_BYTES, 2 * ACTIVATION_BYTES),
+    ),
+}
 
 
 class _Helper:
@@ -193,13 +199,14 @@ def _has_experts(layer: torch.nn.Module) -> bool:
     return hasattr(getattr(layer, "mlp", None), "experts")
 
 
-@contextmanager
-def _captured(
-    kind: str, names: list[str], scopes: list[str], **settings: Any
-) -> Iterator[tuple[CapturedLayers, TransformerConfig]]:
-    """Capture the layers of a model whose named modules are offloaded; run a step before and one behind it."""
+@pytest.mark.compat
+@pytest.mark.parametrize("row", CAPTURED)
+@on_ranks()
+def test_named_modules_of_captured_layers_leave(row: str) -> None:
+    """A step runs before the capture, and one behind it."""
     from megatron.core.transformer import cuda_graphs
 
+    kind, names, scopes, settings, left, copied_bytes, slot_bytes = CAPTURED[row]
     device = GraphDevice()
     with (
         used_by_megatron(device, Cuda(device), []),
@@ -212,8 +219,8 @@ def _captured(
         run(chunks, 1)
         helper = _Helper(chunks[0], config)
         helper.create_cudagraphs()
-        engine = handle.engine
-        assert engine is not None and not engine.graphs.layers  # the configuration captures nothing
+        engine = engine_of(handle)
+        assert not engine.graphs.layers  # the configuration captures nothing
         # A copy: the layers themselves read theirs, and would replay.
         helper.config = copy.copy(config)
         vars(helper.config).update(
@@ -221,7 +228,8 @@ def _captured(
         )
         helper.create_cudagraphs()
         (layers,) = engine.graphs.layers
-        yield layers, config
+        assert [number for number, step in enumerate(layers.steps) if step.copy_outs] == left
+        assert (layers.copied_out_bytes, layers.slot_bytes) == (copied_bytes, slot_bytes)
         run(chunks, 1)
         with pytest.raises(OffloadError, match="captured layers still use"):
             handle.remove()
@@ -231,35 +239,9 @@ def _captured(
 
 
 @on_ranks()
-def test_named_modules_of_captured_layers_leave() -> None:
-    with _captured("dense", OF_LAYERS, []) as (layers, config):
-        # The inputs of the projection and of the second linear layer, of all layers but the last.
-        assert layers.copied_out_bytes == (NUM_LAYERS - 1) * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
-        assert layers.slot_bytes == 2 * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
-
-
-@on_ranks()
-def test_named_modules_of_captured_mamba_layers_leave() -> None:
-    """With a stand-in for the mixer, whose kernels need a GPU."""
-    names = ["mamba_in_proj", "mamba_out_proj"]
-    with _captured("moe", names, ["mamba"], **HYBRID, num_layers=8) as (layers, _):
-        # Mamba, attention, dense and experts, twice. The inputs of both projections of two layers.
-        assert layers.copied_out_bytes == 4 * ACTIVATION_BYTES
-        assert layers.slot_bytes == 2 * 2 * ACTIVATION_BYTES
-
-
-@on_ranks()
-def test_captured_mamba_layers_without_a_name_stay_beside_attention_that_leaves() -> None:
-    with _captured("moe", ["attn_proj"], ["mamba", "attn"], **HYBRID, num_layers=8) as (layers, _):
-        assert layers.copied_out_bytes == 2 * ACTIVATION_BYTES
-        left = [number for number, step in enumerate(layers.steps) if step.copy_outs]
-        assert left == [1, 4]  # of six forwards, each second of three
-
-
-@on_ranks()
 def test_layers_that_are_captured_get_no_hooks() -> None:
     """TransformerEngine refuses to capture modules with hooks."""
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
+    with apply(ALL, modules=["core_attn"]) as handle:
         chunks = make_chunks(make_config("moe"))
         modules = [module for chunk in chunks for module in chunk.modules()]
         for module in modules:
@@ -268,6 +250,6 @@ def test_layers_that_are_captured_get_no_hooks() -> None:
                 module.config.cuda_graph_modules = module.config.cuda_graph_scope = ["moe_router"]
                 module.cuda_graphs = []
         run(chunks, 2)
-        assert handle.stats is not None and handle.stats.copied_in_bytes > 0
+        assert stats_of(handle).copied_in_bytes > 0
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
         assert layers and not any((*layer._forward_pre_hooks, *layer._forward_hooks) for layer in layers)

@@ -19,12 +19,11 @@ from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
 from megatron_patches import apply
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
-from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, run_with, run_without
+from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, run_ordered, run_with, run_without
 from tests.dist.saved_storages import innermost_hooks
 from tests.dist.settings import DEEP, ON_TWO_RANKS, OVERLAP, SHARED, selective
-from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, step
 
 SHAPES = [Pipeline(expert=2), DEEP]
@@ -48,6 +47,7 @@ def test_no_group_is_entered_while_the_backward_of_another_chunk_runs(shape: Pip
     assert packs and not any(packs)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @on_ranks()
 def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
@@ -66,20 +66,8 @@ def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
 def test_inputs_of_recomputed_attention_are_emptied() -> None:
     """Latents, of which `CheckpointWithoutOutput` has saved detached leaves."""
     case = _case("moe", ["self_attn"], **LATENT, num_layers=2, **selective("mla_up_proj"))
-    expected = run_without(case, [2])
-    with adversarial_device(1) as device:
-        (stats,) = run_with(case, [2], expected)
-        assert device.hazards == []
+    (stats,) = run_ordered(case, [2])
     assert stats.num_viewed_storages == 0 and (stats.num_emptied_storages > 0) == SAVES_COPIES
-
-
-@on_ranks(SHAPES[1])
-def test_multi_token_prediction() -> None:
-    """Its layer is one more layer of the plan, whose input is one part of a tensor that is read again."""
-    names = ["layer_input", "core_attn", "mlp_norm", "mtp_norm", "mtp_proj", "router_fc1"]
-    case = _case("moe", names, mtp_num_layers=1)
-    for stats in run_with(case, [2, 4], run_without(case, [2, 4]), is_evaluated=True):
-        assert stats.num_viewed_storages == 0
 
 
 @on_ranks(SHAPES[0])
@@ -94,27 +82,13 @@ def test_the_step_after_one_that_raised() -> None:
         chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
         layer = decoder_of(chunks[-1]).layers[-1]
         for module in (layer.self_attention.linear_proj, layer.mlp.router):
-            with _raising_in_second_call(module), pytest.raises(ArithmeticError):
+            hook = module.register_forward_hook(mock.Mock(side_effect=[None, ArithmeticError("in the second call")]))
+            with pytest.raises(ArithmeticError):
                 run(chunks, 3)
+            hook.remove()
             torch.distributed.barrier()
             assert engine_of(handle).pool.num_leases == 0
             assert step(chunks, 3) == expected
-
-
-@contextmanager
-def _raising_in_second_call(module: torch.nn.Module) -> Iterator[None]:
-    calls = []
-
-    def hook(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise ArithmeticError("by the test")
-
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -123,14 +97,9 @@ def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
     names = ["layer_input", "qkv_linear", "core_attn", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "shared_fc2"]
     names += ["router", "dispatched_tokens", *EXPERTS]
     case, microbatches = _case("mixed", names, delay_wgrad_compute=True), [3, 1] if shape.size == 1 else [2, 4]
-    references = References()
     for seed, numbers in ((None, microbatches), (1, [max(microbatches)])):
-        expected = references.of(case, numbers)
-        with adversarial_device(seed) as device:
-            counters = run_with(case, numbers, expected)
-            assert device.hazards == []
-            assert device.num_copies["out"] and device.num_copies["in"]
-            assert all(stats.num_emptied_storages for stats in counters)
+        for stats in run_ordered(case, numbers, seed):
+            assert stats.copied_in_bytes and stats.num_emptied_storages
 
 
 def _case(kind: str, names: list[str], **more: Any) -> Case:
@@ -237,36 +206,19 @@ EACH = [
 ]
 
 
-def test_flex_dispatcher_without_a_pipeline() -> None:
-    cases = [Case("moe", names, settings=FLEX) for names in (*EACH, ["router"], ["experts"])]
-    cases.append(Case("mixed", EACH[-1], torch.bfloat16, FLEX, wrap=True))
-    _check_what_moves(run_ranks(_copied_bytes, cases, [3, 2], pipeline=Pipeline(expert=2)))
-
-
-def test_flex_dispatcher_under_the_overlap_in_a_pipeline() -> None:
-    cases = [Case("moe", names, torch.bfloat16, {**FLEX, **OVERLAP}, wrap=True) for names in EACH]
-    _check_what_moves(run_ranks(_copied_bytes, cases, [4], pipeline=DEEP))
-
-
-def _check_what_moves(copied: list[list[int]]) -> None:
+@pytest.mark.compat
+@pytest.mark.parametrize("shape", SHAPES, ids=["alone", "pipeline, overlap"])
+@on_ranks(timeout_s=240)
+def test_flex_dispatcher(shape: Pipeline) -> None:
     """With the permuted tokens goes what the dispatcher keeps of its permutation."""
-    assert all(0 < tokens < dispatched < total for tokens, dispatched, total, *_ in copied), copied
-
-
-def _copied_bytes(cases: list[Case], microbatches: list[int]) -> list[int]:
-    """Of the last step of each case."""
-    references = References()
+    if shape == DEEP:
+        cases = [Case("moe", names, torch.bfloat16, {**FLEX, **OVERLAP}, wrap=True) for names in EACH]
+    else:
+        cases = [Case("moe", names, settings=FLEX) for names in (*EACH, ["router"], ["experts"])]
+        cases.append(Case("mixed", EACH[-1], torch.bfloat16, FLEX, wrap=True))
+    microbatches, references = [4] if shape == DEEP else [3, 2], References()
     with deep_ep_over_gloo():
-        steps = [
-            run_with(case, microbatches, references.of(case, microbatches), is_evaluated=case is cases[0])
-            for case in cases
-        ]
-    return [counters[-1].copied_out_bytes for counters in steps]
-
-
-@on_ranks(Pipeline(expert=2))
-def test_the_stand_in_computes_what_the_alltoall_dispatcher_does() -> None:
-    flex = Case("moe", [], settings=FLEX)
-    alltoall = Case("moe", [], settings={**FLEX, "moe_token_dispatcher_type": "alltoall"})
-    with deep_ep_over_gloo():
-        assert run_without(flex, [2]) == run_without(alltoall, [2])
+        tokens, dispatched, total, *_ = (
+            run_with(case, microbatches, references.of(case, microbatches))[-1].copied_out_bytes for case in cases
+        )
+    assert 0 < tokens < dispatched < total

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training within a budget of bytes: the same bits, and no more on the device than the budget, in every layout.
 
-What does not fit is moved, or recomputed where that is shorter, alike on the ranks of a stage.
+What does not fit is moved, or recomputed where that is shorter, alike on the ranks of a stage, whatever befalls one of
+them; an error of one ends all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,24 +17,20 @@ import pytest
 import torch
 from megatron.core import parallel_state as ps
 
-from megatron_patches import apply
+from megatron_patches import Handle, apply
 from megatron_patches._model.candidates import find_candidates
 from megatron_patches._model.gpu_budget import checked
-from megatron_patches._model.modules import drop_parts
-from megatron_patches._model.recompute_options import RecomputeOptions
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._budget.state import State
-from offload_engine.planning.choices import Choices, Slot
+from offload_engine.errors import BudgetError
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.shapes import ChunkShape, GroupShape
 from offload_engine.sizes import parse_size
-from tests.dist.budgets import Skewed, Trained, ends, largest, optimizer_of, train
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.budgets import Skewed, Trained, ends, gathered, optimizer_of, train
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
 from tests.dist.test_recompute_switches import MODELS, _config, _step
-from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
+from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train as train_distributed
-from tests.lookups import present
 
 NUM_STEPS = 8
 NUM_FREE = 5
@@ -61,9 +58,14 @@ def test_steps_are_the_same_and_within_the_budget(
     whole = within("1TiB", [4] * 6)
     floor, top = ends(whole.view)
     assert floor == top or whole.peaks[0] < whole.peaks[-1]  # everything leaves until it has decided, and nothing then
-    budget = sum(largest(floor, top)) // 2
+    budget = half_way(floor, top)
     found = within(f"{budget}", numbers)
     assert max(found.peaks[NUM_FREE:]) <= budget and found.view.state in (State.HOLD, State.VERIFY), found
+
+
+def half_way(floor: int, top: int) -> int:
+    """Return what is half-way from everything offloaded to nothing moved, on the rank that takes the most."""
+    return sum(map(max, zip(*gathered((floor, top)), strict=True))) // 2
 
 
 @on_ranks(world_size=2, timeout_s=240.0)
@@ -79,35 +81,15 @@ def test_the_distributed_optimizer() -> None:
     with apply(ALL, has_report=False) as handle:
         expected, kept = steps(), steps(offload_gpu_budget="1TiB")
         floor, top = kept[0][1], kept[-1][1]
-        budget = sum(largest(floor, top)) // 2
+        budget = half_way(floor, top)
         within = steps(offload_gpu_budget=f"{budget}")
     assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
     assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
 
 
-@on_ranks(Pipeline(2), timeout_s=240.0)
-def test_two_models_in_a_process() -> None:
-    kinds = {"dense": "1TiB", "mixed": "250KiB"}
-    expected = {kind: step(make_chunks(make_config(kind)), 4) for kind in kinds}
-    with apply(ALL, has_report=False) as handle:
-        models = {kind: make_chunks(make_config(kind, offload_gpu_budget=size)) for kind, size in kinds.items()}
-        optimizer = optimizer_of(*models.values())
-        for _ in range(NUM_STEPS):
-            for kind, chunks in models.items():
-                assert step(chunks, 4) == expected[kind], kind
-            optimizer.step()
-        assert (
-            present(engine_of(handle).budget).state is State.HOLD and stats_of(handle).peak_resident_bytes <= 250 << 10
-        )
-
-
+@on_ranks(Pipeline(2))
 def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run_ranks(_check_plan, str(tmp_path), pipeline=Pipeline(2))
-    assert {path.name for path in tmp_path.iterdir()} == {"plan_rank0.json", "plan_rank1.json", "plan.png"}
-
-
-def _check_plan(folder: str) -> None:
     expected = {4: step(make_chunks(make_config("mixed")), 4)}
 
     def peaks(budget: str, num_steps: int, **files: str) -> list[int]:
@@ -115,13 +97,15 @@ def _check_plan(folder: str) -> None:
             lambda: make_chunks(make_config("mixed", offload_gpu_budget=budget, **files)), [4] * num_steps, expected
         ).peaks
 
-    files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
-    (budget,) = largest(peaks("1TiB", 6)[-1])
+    files = {"offload_plan": f"{tmp_path}/plan.json", "offload_plan_plot": f"{tmp_path}/plan.png"}
+    budget = max(gathered(peaks("1TiB", 6)[-1]))
     first, again = (peaks(f"{budget}", num_steps, **files) for num_steps in (6, 2))
     assert first[0] < first[-1] and again[0] > first[0]  # nothing had to be measured
     assert max(again) <= budget
+    torch.distributed.barrier()
+    assert {path.name for path in tmp_path.iterdir()} == {"plan_rank0.json", "plan_rank1.json", "plan.png"}
     with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
-        peaks(f"{budget}", 1, offload_plan=f"{folder}/nowhere/plan.json")
+        peaks(f"{budget}", 1, offload_plan=f"{tmp_path}/nowhere/plan.json")
 
 
 @on_ranks()
@@ -160,22 +144,13 @@ def test_only_the_names_given_are_candidates() -> None:
             run(make_chunks(make_config()), 2)
 
 
-@pytest.mark.parametrize(
-    ("budget", "nbytes", "message"),
-    [
-        ("60GiB", 60 << 30, ""),
-        ("75%", 60 << 30, ""),
-        ("auto", (80 << 30) - (80 << 30) // 64, ""),
-        ("81GiB", None, "--offload-gpu-budget 81GiB is above the 80.00 GiB of the GPU: lower it, or give auto"),
-        ("5%", None, "--offload-gpu-budget 5% is 4.00 GiB, but 5.00 GiB are taken"),
-    ],
-)
-def test_a_budget_on_a_gpu(budget: str, nbytes: int | None, message: str) -> None:
-    if nbytes is not None:
-        assert checked(parse_size(budget), 80 << 30, 5 << 30) == nbytes
-    else:
+def test_a_budget_on_a_gpu() -> None:
+    size, taken = 80 << 30, 5 << 30
+    for budget, nbytes in (("60GiB", 60 << 30), ("75%", 60 << 30), ("auto", size - size // 64)):
+        assert checked(parse_size(budget), size, taken) == nbytes
+    for budget, message in (("81GiB", "is above the 80.00 GiB of the GPU"), ("5%", "is 4.00 GiB, but 5.00 GiB are")):
         with pytest.raises(ValueError, match=message):
-            checked(parse_size(budget), 80 << 30, 5 << 30)
+            checked(parse_size(budget), size, taken)
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------------
@@ -209,10 +184,9 @@ def _train(model: str, budget: str, expected: dict[str, str], num_steps: int = N
 
 
 def _half_way(model: str, expected: dict[str, str]) -> int:
-    """From everything offloaded to nothing moved, on the rank that takes the most."""
     whole = _train(model, "1TiB", expected, num_steps=6)
     assert whole.view.summary.recomputed_bytes == 0
-    return sum(largest(*ends(whole.view))) // 2
+    return half_way(*ends(whole.view))
 
 
 @pytest.mark.parametrize(
@@ -220,22 +194,19 @@ def _half_way(model: str, expected: dict[str, str]) -> int:
     [("dense", Pipeline(2)), ("spread", Pipeline(tensor=2)), ("experts", Pipeline(2, 2, 2))],
     ids=str,
 )
+@on_ranks(timeout_s=240.0)
 def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: Pipeline) -> None:
-    chosen = run_ranks(_check_steps, model, pipeline=shape, timeout_s=240.0)
-    assert any(recomputed for _, recomputed in chosen)
-    of_stages = dict(chosen)
-    assert all(recomputed == of_stages[stage] for stage, recomputed in chosen)
-
-
-def _check_steps(model: str) -> tuple[int, list[Slot]]:
     expected = _step(_recomputing(model), NUM_MICROBATCHES)
     budget = _half_way(model, expected)
     with where_the_link_is_behind():
         peaks, view = _train(model, f"{budget}", expected)
-    recomputed = view.decider.chosen.best.decision.choices.recomputed
+    best = view.decider.chosen.best
+    recomputed = best.decision.choices.recomputed
     assert max(peaks[-3:]) <= budget and bool(view.summary.recomputed_bytes) == bool(recomputed)
-    assert sum(view.decider.chosen.best.recomputed_bytes.values()) == view.summary.recomputed_bytes
-    return ps.get_pipeline_model_parallel_rank(), sorted(recomputed)
+    assert sum(best.recomputed_bytes.values()) == view.summary.recomputed_bytes
+    chosen = gathered((ps.get_pipeline_model_parallel_rank(), recomputed))
+    assert any(of_rank for _, of_rank in chosen)
+    assert all(of_rank == dict(chosen)[stage] for stage, of_rank in chosen)
 
 
 @on_ranks()
@@ -255,13 +226,9 @@ def test_a_plan_that_recomputes_is_given_back_unless_that_is_forbidden(tmp_path:
         _train("dense", f"{budget}", expected, offload_plan=file, offload_recompute="off")
 
 
+@on_ranks(Pipeline(tensor=2), timeout_s=240.0)
 def test_a_rank_above_its_budget_changes_nothing_that_others_recompute_too() -> None:
-    before, after = zip(*run_ranks(_check_excess, pipeline=Pipeline(tensor=2), timeout_s=240.0), strict=True)
-    assert before[0] == before[1] == after[0] == after[1] and before[0]
-
-
-def _check_excess() -> list[list[Slot]]:
-    expected, found = _step(_recomputing("dense"), NUM_MICROBATCHES), []
+    expected, found = _step(_recomputing("dense"), NUM_MICROBATCHES), list[Any]()
     budget = _half_way("dense", expected)
     with where_the_link_is_behind(), apply(ALL) as handle:
         chunks = _recomputing("dense", offload_gpu_budget=f"{budget}")
@@ -273,54 +240,212 @@ def _check_excess() -> list[list[Slot]]:
             if number == NUM_RECOMPUTING - 1:
                 view._last.gauge = Skewed(view._last.gauge, budget // 4 if torch.distributed.get_rank() else 0)
             if number >= NUM_RECOMPUTING - 1:
-                found.append(sorted(view.decider.chosen.best.decision.choices.recomputed))
-    return [found[0], found[-1]]
-
-
-@on_ranks()
-def test_which_recomputation_is_offered() -> None:
-    found = _offered("experts")
-    assert {"mlp", "moe", "core_attn"} <= found.keys(), found
-    assert _offered("experts", is_evaluated=True) == found
-    unknown: list[dict[str, Any]] = [{"fp8": "e4m3"}, {"cuda_graph_impl": "local"}]
-    for settings in unknown:
-        assert not _offered("dense", **settings)
-    chunks = _recomputing("dense", **selective("mlp"))
-    options = RecomputeOptions(chunks, ["layer_input", "qkv_linear", "core_attn", "mlp_norm"])
-    layer = chunks[0].decoder.layers[0]
-    options.apply(Choices())
-    assert layer.recompute_mlp  # as the model was built
-    options.apply(Choices(recomputed=frozenset({Slot(0, 0, "core_attn", 0)})))
-    assert layer.self_attention.checkpoint_core_attention
-    with pytest.raises(ValueError, match="the plan recomputes .*name='mlp_act'.*, which this model cannot switch"):
-        options.apply(Choices(recomputed=frozenset({Slot(0, 0, "mlp_act", 0)})))
-    options.restore()
-    assert layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
-
-
-def _offered(model: str, *, is_evaluated: bool = False, **attributes: Any) -> dict[str, int]:
-    """Return what is offered, and the bytes it frees, in a model where each group has the same bytes and time.
-
-    Args:
-        model: in `MODELS`.
-        is_evaluated: a microbatch without gradients is the last one before.
-        attributes: of its configuration, set behind its making.
-    """
-    chunks = _recomputing(model)
-    config: Any = chunks[0].config
-    for name, value in attributes.items():
-        setattr(config, name, value)
-    names = drop_parts(find_candidates(config, chunks, has_budget=True)[0])[0]
-    options = RecomputeOptions(chunks, names)
-    config.fp8 = None
-    run(chunks, 1)
-    if is_evaluated:
-        run(chunks, 1, forward_only=True)
-    groups = [GroupShape(name, layer=layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in names]
-    return {option.name: option.freed_bytes for option in options.find((ChunkShape(tuple(groups)),))}
+                found += gathered(view.decider.chosen.best.decision.choices.recomputed)
+    assert found[0] and all(each == found[0] for each in found)
 
 
 def test_an_engine_without_other_ranks_recomputes_nothing() -> None:
     engine = OffloadEngine(OffloadConfig(gpu_budget=1 << 30))
     assert engine.budget is not None and engine.budget.decider.find_options(()) == ()
     engine.close()
+
+
+# -- ranks of a stage decide alike -------------------------------------------------------------------------------------
+
+DATA, TENSOR, CONTEXT, STAGES = Pipeline(), Pipeline(tensor=2), Pipeline(context=2), Pipeline(2)
+DATA_OR_STAGES = pytest.mark.parametrize("shape", [DATA, STAGES], ids=["data", "pipeline"])
+BUDGET_BYTES = "megatron_patches._runtime.budget_bytes"
+
+
+def is_last_rank() -> bool:
+    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+
+class Job:
+    """A tiny model that trains within a budget; on one rank all else takes more."""
+
+    def __init__(self, handle: Handle, budget: int) -> None:
+        self._handle = handle
+        settings: Any = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
+        has_stages = ps.get_pipeline_model_parallel_world_size() > 1
+        self.is_skewed = is_last_rank() is not has_stages  # the first stage has more to move
+        self.reference = make_chunks(make_config(**settings))
+        self.chunks = make_chunks(make_config(**settings, offload_gpu_budget=str(budget)))
+        self._optimizer = optimizer_of(self.chunks)
+        self.num_steps = 0
+
+    @property
+    def view(self) -> Any:
+        return engine_of(self._handle).budget
+
+    def step(self, extra: int = 0, **more: Any) -> dict[str, str]:
+        found = fingerprint(self.chunks, run(self.chunks, 2, **more))
+        self._optimizer.step()
+        self.num_steps += 1
+        if not isinstance(self.view._last.gauge, Skewed):
+            self.view._last.gauge = Skewed(self.view._last.gauge, 0)
+        self.view._last.gauge.extra = extra if self.is_skewed else 0
+        return found
+
+    def steps(self, number: int, extra: int = 0) -> None:
+        for _ in range(number):
+            self.step(extra)
+
+    def decisions(self) -> list[str]:
+        """What was decided on each rank: the same on ranks that decide alike."""
+        choices, room = self.view.decider.chosen.best.decision
+        return gathered(f"{sorted(choices.kept)} {sorted(choices.recomputed)} {room}")
+
+
+@contextmanager
+def training(budget: int = 1 << 30, plan: Path | None = None) -> Iterator[Job]:
+    with apply(ALL, has_report=False, plan=None if plan is None else str(plan)) as handle:
+        yield Job(handle, budget)
+
+
+def _ends() -> tuple[int, int]:
+    with training(1 << 40) as job:
+        job.steps(6)
+        return ends(job.view)
+
+
+@pytest.mark.parametrize("shape", [TENSOR, CONTEXT, STAGES], ids=["tensor", "context", "pipeline"])
+@on_ranks(world_size=2)
+def test_ranks_with_unequal_room_keep_the_same(shape: Pipeline) -> None:
+    floor, top = _ends()
+    budget = 2 * max(gathered(top))
+    with training(budget) as job:
+        expected, states = step(job.reference, 2), []
+        for _ in range(NUM_STEPS):
+            assert job.step(extra=budget - top + (top - floor) // 2) == expected
+            states.append(job.view.state)
+        assert states[-1] is State.HOLD and job.view.measured.held_bytes <= budget
+        assert job.view.decider.chosen.best.num_moves or not job.is_skewed
+        first, second = zip(job.decisions(), gathered(states), strict=True)
+    if shape == STAGES:  # each has memory of its own
+        assert first[0] != second[0]
+    else:
+        assert first == second
+
+
+@on_ranks(TENSOR)
+def test_a_rank_above_its_budget_keeps_less_at_once_and_all_do_when_a_window_is_over() -> None:
+    floor, top = _ends()
+    budget, found = 2 * top, []
+    with mock.patch("offload_engine._budget.controller._WINDOW_STEPS", 10), training(budget) as job:
+        for number in range(1, 13):
+            job.step(extra=0 if number < 7 else budget - top + (top - floor) // 2)
+            if number in (6, 10, 12):
+                found.append(job.decisions())
+        assert job.view.state is State.HOLD
+    (before, same), (first, second), (after, as_well) = found
+    assert first != second
+    assert before == same != after == as_well
+
+
+@DATA_OR_STAGES
+@on_ranks(world_size=2)
+def test_the_smallest_budget_of_a_stage_is_that_of_all(shape: Pipeline) -> None:
+    with mock.patch(BUDGET_BYTES, lambda size: 1 << (29 if is_last_rank() else 30)), training() as job:
+        job.step()
+        assert gathered(job.view.decider.budget_bytes) == [1 << (30 if shape == STAGES else 29), 1 << 29]
+
+
+@on_ranks(DATA, world_size=2)
+def test_a_step_that_one_rank_skips_leaves_no_other_waiting() -> None:
+    """Before all is measured, in the measured step, and when that is verified."""
+    for at in (1, 3, 5):
+        with training() as job:
+            for number in range(NUM_STEPS + 2):
+                fails: dict[str, Any] = {"forward_step": lambda *_: 1 / 0} if number == at and is_last_rank() else {}
+                with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+                    job.step(**fails)
+                torch.distributed.barrier()  # as gradients are summed: a rank cannot be a step ahead
+            assert job.view.state is State.HOLD
+            first, second = job.decisions()
+            assert first == second
+
+
+@DATA_OR_STAGES
+@on_ranks(world_size=2)
+def test_a_plan_that_only_one_rank_has_is_not_used(shape: Pipeline, tmp_path: Path) -> None:
+    own, away, found = tmp_path / "plan_rank1.json", tmp_path / "away", []
+    for num_steps, moved in ((6, (own, away)), (1, (away, own)), (1, ())):
+        with training(plan=tmp_path / "plan.json") as job:
+            job.steps(num_steps)
+            found.append(job.view.state)
+        if is_last_rank() and moved:
+            moved[0].rename(moved[1])
+        torch.distributed.barrier()
+    assert found[1:] == [State.FLOOR, State.HOLD]
+
+
+# -- errors of one rank: all end sooner than a rank gives up waiting for another ---------------------------------------
+
+
+@DATA_OR_STAGES
+@on_ranks(world_size=2, timeout_s=30)
+def test_a_budget_below_the_floor_of_one_rank_ends_all(shape: Pipeline) -> None:
+    with training(64 << 20) as job:
+        with pytest.raises(BudgetError, match="gpu_budget is") as caught:
+            job.steps(NUM_STEPS, extra=64 << 20)
+        assert job.num_steps == 4  # measured twice: what the allocator had before must not count
+        if shape == DATA or job.is_skewed:
+            assert "less than the" in str(caught.value) and "Raise the budget" in str(caught.value)
+        else:
+            assert "another rank, which says by how much" in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [TENSOR, STAGES], ids=["tensor", "pipeline"])
+@on_ranks(timeout_s=30)
+def test_a_rank_that_cannot_begin_ends_all(shape: Pipeline) -> None:
+    def refuse(size: Any) -> int:
+        if is_last_rank():
+            raise ValueError("the GPU is taken")
+        return 1 << 30
+
+    with mock.patch(BUDGET_BYTES, refuse), training() as job:
+        with pytest.raises(ValueError) as caught:
+            job.step()
+    errors = gathered(str(caught.value))
+    assert errors[-1].endswith("the GPU is taken")
+    assert shape == STAGES or "another rank of this pipeline stage cannot begin; see its error" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("group", "reason", "told_others"),
+    [
+        (None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects"),
+        (
+            '[0, 7, "mlp_fc2"',
+            "it has a group 0 7 mlp_fc2 0",
+            "pipeline rank 1: --offload-plan",
+        ),  # before the first step
+    ],
+    ids=["no group", "another layout"],
+)
+@on_ranks(STAGES, timeout_s=30)
+def test_a_plan_of_another_model_on_one_rank_ends_all(
+    group: str | None, reason: str, told_others: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan_rank1.json"
+    with training(plan=tmp_path / "plan.json") as job:
+        job.steps(6)
+    if is_last_rank():
+        lines, old = path.read_text().splitlines(), '[0, 1, "mlp_fc2"'
+        path.write_text("\n".join(line.replace(old, group or "") for line in lines if group or old not in line))
+    with training(plan=tmp_path / "plan.json") as job, pytest.raises(ValueError) as caught:
+        job.steps(3)
+    errors = gathered(str(caught.value))
+    assert f"--offload-plan {path} is of another model or layout: {reason}" in errors[1]
+    assert told_others in errors[0]
+
+
+@on_ranks(STAGES, timeout_s=30)
+def test_a_budget_on_some_stages_only_is_refused() -> None:
+    given = {} if is_last_rank() else {"offload_gpu_budget": "1GiB"}
+    with (
+        apply(ALL, has_report=False),
+        pytest.raises(ValueError, match="is set on some ranks.*, but not on 1: set it on"),
+    ):
+        run(make_chunks(make_config(**given)), 4)

@@ -40,6 +40,7 @@ from tests.dist.tiny import (
 
 
 @pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(2, 2)], ids=str)
+@pytest.mark.compat
 @on_ranks()
 def test_stage_inputs(shape: Pipeline) -> None:
     """The schedule keeps them in `input_tensors` until the backward of their chunk."""
@@ -77,6 +78,7 @@ def test_stage_inputs(shape: Pipeline) -> None:
         pytest.param("somewhere", 2, id="read again: they stay"),
     ],
 )
+@pytest.mark.compat
 @on_ranks()
 def test_embeddings_without_a_pipeline(logger: str, micro_batch: int) -> None:
     """`GPTModel.forward` keeps them in a local variable while it computes the loss, and logs them if it is asked to."""
@@ -164,6 +166,7 @@ INPUTS: list[tuple[str, str, str, dict[str, Any], int, int]] = [
 ]
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_it_leaves() -> None:
     for name, module, kind, model, num, nbytes in INPUTS:
@@ -178,6 +181,7 @@ def test_it_leaves() -> None:
         assert stats.peak_resident_bytes <= 3 * nbytes < stats.managed_bytes or name == "mlp_fc1", name
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_queries_keys_and_values_leave() -> None:
     """Beside them the kernel's checkpoint keeps a number that the host reads, which on a GPU is not on the device."""
@@ -226,7 +230,7 @@ UPSTREAM_OVERLAP = [
 @pytest.mark.parametrize(
     ("cases", "overlap", "shape"),
     [
-        pytest.param(UPSTREAM, {}, Pipeline(), id="alone"),
+        pytest.param(UPSTREAM, {}, Pipeline(), id="alone", marks=pytest.mark.compat),
         pytest.param(UPSTREAM_OVERLAP, OVERLAP, Pipeline(expert=2), id="under the overlap"),
     ],
 )

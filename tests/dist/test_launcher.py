@@ -14,16 +14,15 @@ from unittest import mock
 
 import pytest
 from megatron.core.pipeline_parallel import schedules
-from packaging.version import Version
 
 from megatron_patches._arguments import Settings
-from megatron_patches._check import KNOWN_TARGETS, State, accept, check_rows, read_known
+from megatron_patches._check import KNOWN_TARGETS, State, check_rows, read_known
 from megatron_patches._handle import patch_rows
 from megatron_patches._rows.registry import Patch
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig
-from tests.dist.launch import RankFailed, run_ranks
+from tests.dist.launch import run_ranks
 from tests.dist.tiny import messages
 
 SCRIPT = """
@@ -51,6 +50,7 @@ if "fail" in sys.argv:
 OFFLOAD = ["--offload-activation", "--offload-min-tensor-bytes", "1"]
 
 
+@pytest.mark.compat
 def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     names = ["--offload-modules", "core_attention", "mlp_act"]
     *seen, hooked = _launch(tmp_path, *OFFLOAD, *names, "--offload-trace", str(tmp_path / "step{step}.json"))
@@ -74,33 +74,26 @@ def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "no script given"),
+        (["--offload-activation"], "no script given"),
         (["missing.py"], "there is no script 'missing.py'"),
-        (["--offload-everything", "missing.py"], "unrecognized arguments: --offload-everything"),
-        (["--offload-modules", "core_attn", "THIS"], "--offload-modules without --offload-activation"),
-        (["--offload-activation", "--offload-modules", "core_atn", "THIS"], "unknown module name 'core_atn'"),
+        (["--offload-modules", "core_attn", __file__], "--offload-modules without --offload-activation"),
+        (["--offload-activation", "--offload-modules", "core_atn", __file__], "unknown module name 'core_atn'"),
     ],
 )
 def test_bad_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_patches.__main__ import main
 
     with pytest.raises(SystemExit) as error:
-        main([__file__ if word == "THIS" else word for word in argv])
+        main(argv)
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.compat
 def test_list_modules(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_patches.__main__ import main
 
     main(["--list-modules"])
     assert "self_attention.core_attention" in capsys.readouterr().out
-
-
-def test_a_rank_that_fails_is_reported() -> None:
-    """The helper of these tests itself."""
-    with pytest.raises(RankFailed, match="ZeroDivisionError"):
-        run_ranks(_divide, 0, pipeline=None)
-    assert run_ranks(_divide, 2, pipeline=None, world_size=2) == [0.5, 0.5]
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -169,10 +162,6 @@ def _main(argv: list[str]) -> None:
             thread.join()
 
 
-def _divide(by: int) -> float:
-    return 1 / by
-
-
 # -- `--check`: the rows fit the installed megatron-core ---------------------------------------------------------------
 
 SCHEDULE = "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining"
@@ -188,12 +177,20 @@ def state_of(target: str, known: Any = None) -> State:
     return found.state
 
 
+@pytest.mark.compat
 def test_every_row_was_read_against_the_installed_version() -> None:
     findings = check_rows(rows(), installed_version(), read_known())
     assert {each.state for each in findings} <= {State.HOLDS, State.NOT_NEEDED}
     assert {each.row.target for each in findings if not each.row.is_new} <= set(read_known())
 
 
+@pytest.mark.compat
+def test_other_code_with_the_same_arguments_is_to_be_read() -> None:
+    arguments = next(iter(read_known()[SCHEDULE].values()))[0]
+    assert state_of(SCHEDULE, {SCHEDULE: {"0.1": [arguments, "other"]}}) is State.CHANGED
+
+
+@pytest.mark.compat
 def test_what_would_break_is_named_and_ends_the_command_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,40 +202,12 @@ def test_what_would_break_is_named_and_ends_the_command_with_1(
     assert state_of(SCHEDULE) is State.OTHER_ARGUMENTS
     with pytest.raises(SystemExit) as ended:
         main(["--check"])
-    first, detail, why, *_, last = capsys.readouterr().out.splitlines()
-    assert ended.value.code == 1 and first.split() == ["may", "break:", "other", "arguments", SCHEDULE]
-    assert "is now (model, num_microbatches)" in detail and "the order of the chunks" in why
-    assert last.endswith(f"1 of {len(rows())} rows break or may break")
+    first, detail, *_ = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and SCHEDULE in first and "is now (model, num_microbatches)" in detail
     monkeypatch.delattr(schedules, "forward_backward_no_pipelining")
     assert state_of(SCHEDULE) is State.MISSING
-
-
-def test_other_code_with_the_same_arguments_is_to_be_read() -> None:
-    known = {
-        target: {f"0.{i}": [code[0], "other"] for i, code in enumerate(codes.values())}
-        for target, codes in read_known().items()
-    }
-    assert state_of(SCHEDULE, known=known) is State.CHANGED
-
-
-def test_accepted_code_is_kept_by_release(tmp_path: Path) -> None:
-    """In a clone the version has the commit, of whatever repository the working directory is in."""
-    accept(rows(), f"{Version(installed_version()).public}+0123abc", tmp_path / "known.json")
-    versions = {version for codes in read_known(tmp_path / "known.json").values() for version in codes}
-    assert versions == {Version(installed_version()).public}
-    assert not any("+" in version for codes in read_known().values() for version in codes)
-
-
-def test_what_is_missing_cannot_be_accepted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from megatron_patches.__main__ import main
-
     before = KNOWN_TARGETS.read_text()
-    monkeypatch.delattr(schedules, "forward_backward_no_pipelining")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit):
         main(["--check", "accept"])
-    out, error = capsys.readouterr()
-    assert ended.value.code == 1 and not out and error.count("\n") == 1
-    assert f"--check accept: {SCHEDULE} is missing" in error and "fix that row" in error
+    assert f"{SCHEDULE} is missing" in capsys.readouterr().err
     assert KNOWN_TARGETS.read_text() == before

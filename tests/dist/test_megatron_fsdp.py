@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -45,30 +44,30 @@ MIXED = [*MOE, "mlp_fc1", "mlp_act", "mlp_fc2"]
 NO_BIAS = {"add_bias_linear": False}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+JOBS = {
+    **{f"dense, {strategy}": Job("dense", Sharding(strategy)) for strategy in STRATEGIES},
+    # The least is sharded, and the most.
+    **{f"experts, {strategy}": Job("moe", Sharding(strategy)) for strategy in (STRATEGIES[0], SHARDED)},
+    # Buffers that take turns, and weights gathered module by module.
+    **{
+        option: Job("dense", Sharding(options={option: True}), microbatches=(3, 1, 3))
+        for option in (
+            *("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer"),
+            "megatron_fsdp_enable_fine_grained_param_gather",
+        )
+    },
+    # Units are parts of layers, so that fewer weights are gathered at once. Layers add biases outside of these.
+    "attention and MLPs": Job("dense", Sharding(units=(SelfAttention, MLP)), NO_BIAS),
+    "MoE layers": Job("moe", Sharding(units=(MoELayer,))),
+}
+
+
+@pytest.mark.parametrize("row", JOBS)
 @on_ranks(world_size=2)
-def test_as_without_sharding(strategy: str) -> None:
+def test_as_without_sharding(row: str) -> None:
     """Parity, and neither more nor less is managed and emptied than without Megatron-FSDP."""
-    _check_as_without(Job("dense", Sharding(strategy)), DENSE)
-    if strategy in (STRATEGIES[0], SHARDED):  # the least is sharded, and the most
-        _check_as_without(Job("moe", Sharding(strategy)), MOE)
-
-
-@on_ranks(world_size=2)
-def test_buffers_that_take_turns_and_weights_gathered_module_by_module() -> None:
-    double, fine = "megatron_fsdp_max_pool_double_buffer", "megatron_fsdp_enable_fine_grained_param_gather"
-    for option in ("fsdp_double_buffer", double, fine):
-        _check_as_without(Job("dense", Sharding(options={option: True}), microbatches=(3, 1, 3)), DENSE)
-
-
-@on_ranks(world_size=2)
-def test_units_other_than_layers() -> None:
-    """Parts of layers, so that fewer weights are gathered at once. Layers add biases outside of these: it has none."""
-    _check_as_without(Job("dense", Sharding(units=(SelfAttention, MLP)), NO_BIAS), DENSE)
-    _check_as_without(Job("moe", Sharding(units=(MoELayer,))), MOE)
-
-
-def _check_as_without(job: Job, names: Sequence[str]) -> None:
+    job = JOBS[row]
+    names = DENSE if job.kind == "dense" else MOE
     stats = check_parity(job, names, has_report=job.kind == "dense")
     with apply(ALL, modules=names, has_report=False) as handle:
         chunks = make_chunks(make_config(job.kind, torch.bfloat16, **job.settings), wrap=True)
@@ -126,14 +125,7 @@ def _save_aliases(chunk: torch.nn.Module) -> None:
     """Make linears save a detached weight, as quantized and fused ones save its bytes."""
     for module in chunk.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module is not chunk.output_layer:
-            module.forward = _forward_of(module)
-
-
-def _forward_of(module: Any) -> Any:
-    def forward(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return SavesDetached.apply(inputs, module.weight), None
-
-    return forward
+            module.forward = lambda inputs, *_, module=module, **__: (SavesDetached.apply(inputs, module.weight), None)
 
 
 # ---- torch's ---------------------------------------------------------------------------------------------------------
@@ -150,16 +142,12 @@ def test_parity_under_torchs(reshard: bool) -> None:
 
 
 @on_ranks(world_size=2)
-def test_storages_kept_by_megatron_core_are_emptied_under_torchs() -> None:
+def test_layers_under_torchs_are_known_to_be_megatron_cores() -> None:
     """Torch derives a class from that of each layer, and hooks on it: both read nothing later."""
     with apply(ALL, modules=["attn_norm", "qk_norm"]) as handle:
         _train_torch("dense", True, **selective("mla_up_proj", **LATENT))
         # the embeddings of each microbatch, and copies that recomputation starts from
         assert stats_of(handle).num_emptied_storages > (3 if SAVES_COPIES else 0)
-
-
-@on_ranks(world_size=2)
-def test_under_torchs_modules_that_share_no_tensor_bypass_the_engine() -> None:
     (chunk,) = make_chunks(make_config())
     num_passing = len(unshared_modules(chunk, ["core_attn"]))
     _shard_by_torch(chunk, True)

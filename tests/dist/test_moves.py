@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_patches import apply
-from offload_engine import FixedBounds, OffloadConfig
+from offload_engine import FixedBounds
 from offload_engine.planning.plan import format_plan
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.parity import Case, actions, run_without
@@ -45,25 +45,22 @@ def test_only_copy_outs_of_the_last_mlp_are_unreleased(shape: Pipeline) -> None:
 def _groups_left(case: Case) -> list[int]:
     """Groups not released yet at each backward behind the forward of another chunk; a copy is done once waited for."""
     left: list[int] = []
-    with adversarial_device(None) as device, apply(OffloadConfig(min_tensor_bytes=1), modules=case.names) as handle:
+    with adversarial_device(None) as device, apply(ALL, modules=case.names) as handle:
 
         def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
             output, loss = forward_step(batches, model, *more)
-            chunk = engine_of(handle).current_chunk
-            assert chunk is not None and chunk.groups.progress.is_forward_done, (
-                "else the last of a step, and what is behind it, comes back late"
-            )
+            # Else the last of a step, and what is behind it, comes back late.
+            assert present(engine_of(handle).current_chunk).groups.progress.is_forward_done
             output.register_hook(lambda grad: left.append(len(engine_of(handle).snapshot().leaving)))
             return output, loss
 
         run(make_chunks(make_config(case.kind, **case.settings)), NUM_MICROBATCHES, forward_step=step)
         assert device.hazards == []
     order = actions(case, NUM_MICROBATCHES)
-    backwards = [(before, action) for before, action in zip(order, order[1:], strict=False) if action.kind == "B"]
-    assert len(backwards) == len(left)
+    pairs = [pair for pair in zip(order, order[1:], strict=False) if pair[1].kind == "B"]
     return [
         number
-        for number, (before, action) in zip(left, backwards, strict=True)
+        for number, (before, action) in zip(left, pairs, strict=True)
         if before.kind == "F" and before.chunk != action.chunk
     ]
 
@@ -72,7 +69,7 @@ def _groups_left(case: Case) -> list[int]:
 @on_ranks()
 def test_copies_are_in_flight_up_to_the_head_and_come_back_behind_the_loss(shape: Pipeline) -> None:
     found: list[dict[str, bool]] = []  # of each microbatch: what is in flight, what does the engine know in backward?
-    with adversarial_device(None), apply(OffloadConfig(min_tensor_bytes=1), modules=BEFORE_THE_LAST_MLP) as handle:
+    with adversarial_device(None), apply(ALL, modules=BEFORE_THE_LAST_MLP) as handle:
         chunks: Any = make_chunks(make_config(num_layers=2 * shape.size))
 
         def is_in_flight() -> bool:
@@ -102,23 +99,25 @@ def test_copies_are_in_flight_up_to_the_head_and_come_back_behind_the_loss(shape
 
 # -- while a layer's dispatcher waits for the device, nothing that the layer has saved is copied out -------------------
 
-BEFORE_THE_EXPERTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 GENEROUS = ALL.replace(policy=FixedBounds(max_inflight_bytes=1 << 30))
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "names"),
     [
-        pytest.param("mixed", {}, ["router"], id="alltoall, and dense layers"),
-        pytest.param("moe", {"moe_token_dispatcher_type": "allgather"}, ["router"], id="allgather"),
-        pytest.param("moe", selective("moe"), [], id="recomputed"),
+        pytest.param("mixed", {}, [*BEFORE_THE_LAST_MLP, "router"], id="alltoall, and dense layers"),
+        pytest.param(
+            "moe", {"moe_token_dispatcher_type": "allgather"}, [*BEFORE_THE_LAST_MLP, "router"], id="allgather"
+        ),
+        pytest.param("moe", selective("moe"), BEFORE_THE_LAST_MLP, id="recomputed"),
+        pytest.param("moe", {}, ["core_attn", "dispatched_tokens"], id="groups in front of the experts"),
     ],
 )
 @on_ranks()
 def test_copies_begin_behind_the_experts(kind: str, settings: dict[str, Any], names: list[str]) -> None:
     """A dense layer waits for nothing."""
-    copied: list[int] = []  # out, in front of each layer, at its MLP, and behind its MLP
-    with apply(GENEROUS, modules=[*BEFORE_THE_EXPERTS, *names]) as handle:
+    copied: list[int] = []  # out, in front of each layer, at its MLP or its experts, and behind its MLP
+    with apply(GENEROUS, modules=names) as handle:
         (model,) = make_chunks(make_config(kind, **settings))
         run([model], 1)  # makes the engine
 
@@ -129,36 +128,14 @@ def test_copies_begin_behind_the_experts(kind: str, settings: dict[str, Any], na
         layers: Any = model.decoder.layers
         for layer in layers:
             layer.register_forward_pre_hook(note)
-            layer.mlp.register_forward_pre_hook(note)
+            inner = layer.mlp.experts if "dispatched_tokens" in names else layer.mlp
+            inner.register_forward_pre_hook(note)
             layer.mlp.register_forward_hook(note)
         run([model], 1)
     has_experts = [hasattr(layer.mlp, "experts") for layer in layers]
     of_layers = zip(has_experts, copied[0::3], copied[1::3], copied[2::3], strict=True)
     for waits, before, at_its_mlp, behind_its_mlp in list(of_layers)[:-1]:  # the last layer's groups stay
         assert (before == at_its_mlp) == waits and (not waits or at_its_mlp < behind_its_mlp), copied
-
-
-@on_ranks()
-def test_groups_in_front_of_the_experts_delay_their_copies() -> None:
-    copied: list[int] = []  # out, when the first layer's experts begin, and when its MLP is over
-    with apply(GENEROUS, modules=["core_attn", "dispatched_tokens"]) as handle:
-        (model,) = make_chunks(make_config("moe"))
-        run([model], 1)
-        mlp: Any = model.decoder.layers[0].mlp
-        mlp.experts.register_forward_pre_hook(lambda *_: copied.append(stats_of(handle).copied_out_bytes))
-        mlp.register_forward_hook(lambda *_: copied.append(stats_of(handle).copied_out_bytes))
-        run([model], 1)
-    assert copied[0] == 0 < copied[1]
-
-
-@pytest.mark.parametrize("limits", [{"host_limit_bytes": 20_000}, {"min_tensor_bytes": 9_000}], ids=str)
-@on_ranks(Pipeline(2))
-def test_delayed_group_that_is_not_copied_out_is_no_miss(limits: dict[str, int]) -> None:
-    """In a pipeline, where what was copied before a forward's tail is counted."""
-    with apply(GENEROUS.replace(**limits), modules=[*BEFORE_THE_EXPERTS, "router"]) as handle:
-        run(chunks := make_chunks(make_config("moe")), 4)
-        stats = stats_of(handle)
-        assert chunks and 0 < stats.num_offloaded_groups < stats.num_groups - stats.num_kept_groups
 
 
 # -- planned steps, with a plan from the second step on ----------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that came with megatron-core 0.20: the same bits. These tests run with that version only.
+"""Layers that came with megatron-core 0.20: the same bits. Steps of them run with that version only.
 
 Mixers of GatedDeltaProduct have stand-ins for the kernels of FLA and mamba_ssm, which need a GPU. Layers with several
 residual streams (mHC) are tested with and without their own recomputation.
@@ -25,7 +25,7 @@ from tests.dist.parity import Case, check_all, run_with, run_without
 from tests.dist.settings import is_refused, selective
 from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE
 
-pytestmark = pytest.mark.skipif(
+FROM_20 = pytest.mark.skipif(
     not find_spec("megatron.core.ssm.gated_delta_product"), reason="before 0.20 there are no such layers"
 )
 
@@ -97,6 +97,7 @@ PROJECTED = INPUT * 132 // HIDDEN
 """Bytes of what the first projection writes, which the convolution saves."""
 
 
+@FROM_20
 @pytest.mark.parametrize(
     ("names", "recomputed"),
     [
@@ -130,6 +131,7 @@ BEHIND_NORMS = {"qkv_linear", "mlp_fc1"}
 PARTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 
 
+@FROM_20
 @pytest.mark.parametrize("recomputed", [[], ["mhc"], ["mhc", "core_attn"], ["mhc", "layernorm"]], ids=str)
 def test_residual_streams(recomputed: list[str]) -> None:
     names = [

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,7 +14,7 @@ from megatron_patches._rows.registry import Patch, apply_patches
 from megatron_patches._rows.without_gpu import TorchWithoutGpu
 from offload_engine._devices.cpu import CpuDevice
 from tests.dist.launch import on_ranks
-from tests.dist.tiny import ALL, make_chunks, make_config, step
+from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, stats_of, step
 
 NAMES = ["self_attn", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 NUM_STEPS = 3
@@ -46,25 +44,21 @@ class Host:
     def __init__(self, nbytes: int, handle: Handle | None = None) -> None:
         self.nbytes = nbytes
         self.handle = handle
-        self.optimizer: HybridDeviceOptimizer | None = None
+        self.optimizer: Any = None
 
     def of_optimizer(self) -> int:
-        assert self.optimizer is not None
-        gradients = self.optimizer.cpu_copy_map_grad.values()
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        return sum(each.nbytes for each in (*gradients, *states) if each.dim())  # the number of steps has none
-
-    def of_engine(self) -> int:
-        engine = self.handle.engine if self.handle is not None else None
-        return 0 if engine is None else engine.pool.slab_bytes_total
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(each.nbytes for each in (*self.optimizer.cpu_copy_map_grad.values(), *states) if each.dim())
 
     def free(self) -> int:
-        return self.nbytes - self.of_engine() - self.of_optimizer()
+        engine = self.handle and self.handle.engine
+        return self.nbytes - (engine.pool.slab_bytes_total if engine else 0) - self.of_optimizer()
 
 
 @on_ranks()
 def test_both_fit_and_the_engine_gets_what_the_optimizer_leaves() -> None:
-    with _on_cpu():
+    target = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:torch"
+    with apply_patches([Patch(target=target, wrapper=TorchWithoutGpu, why="it copies on streams of the GPU")]):
         roomy = Host(1 << 40)
         expected, _ = _train(roomy)
         of_optimizer = roomy.of_optimizer()
@@ -97,14 +91,6 @@ def _train(host: Host) -> tuple[list[dict[str, str]], list[int]]:
         host.optimizer.step()
         assert host.free() >= 0, "there is no room for the optimizer"
         if host.handle is not None:
-            assert host.handle.engine is not None and host.handle.stats is not None
-            assert host.handle.stats.num_host_limit_groups and host.handle.stats.num_offloaded_groups
-            spared.append(host.handle.engine.pool._slabs.spared_bytes)
+            assert stats_of(host.handle).num_host_limit_groups and stats_of(host.handle).num_offloaded_groups
+            spared.append(engine_of(host.handle).pool._slabs.spared_bytes)
     return steps, spared
-
-
-@contextmanager
-def _on_cpu() -> Iterator[None]:
-    target = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:torch"
-    with apply_patches([Patch(target=target, wrapper=TorchWithoutGpu, why="it copies on streams of the GPU")]):
-        yield

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_patches import apply
 from offload_engine import OffloadConfig
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import OVERLAP, SHARED
 from tests.dist.tiny import ALL, NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, messages, run, step
 
@@ -27,16 +27,8 @@ Prepare = Callable[[Any], None]
 class Outcome:
     """Losses and gradients of two steps with these modules offloaded, or none, of a model that `prepare` changes."""
 
-    def __init__(
-        self,
-        prepare: Prepare,
-        names: list[str],
-        kind: str = "dense",
-        step: Any = forward_step,
-        dtype: torch.dtype = torch.float32,
-        **more: Any,
-    ) -> None:
-        (chunk,) = chunks = make_chunks(make_config(kind, dtype, **more), change=prepare)
+    def __init__(self, prepare: Prepare, names: list[str], config: Any = None, step: Any = forward_step) -> None:
+        (chunk,) = chunks = make_chunks(config or make_config(), change=prepare)
         with apply(ALL, modules=names, has_report=False) as handle:
             for _ in range(2):
                 chunk.zero_grad()
@@ -114,6 +106,7 @@ def test_layer_input_kept_by_other_code_stays_readable() -> None:
             assert found.fingerprint == expected, prepare
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_without_other_code_it_is_emptied() -> None:
     def look(number: int, *args: Any) -> None:
@@ -127,6 +120,7 @@ def test_without_other_code_it_is_emptied() -> None:
     assert Outcome(prepare, ["layer_input"]).stats.num_emptied_storages == 2
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("is_given", [False, True], ids=["kept by a hook", "given by the caller"])
 @on_ranks(Pipeline(expert=2))
 def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
@@ -142,12 +136,12 @@ def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
 
         return output, with_look
 
-    outcomes = []
+    outcomes, config = [], make_config("moe", torch.bfloat16, **OVERLAP)
     for names in (["layer_input"], []):
         seen.clear()
         _kept.clear()
         prepare = (lambda chunk: None) if is_given else _behind_the_embedding
-        outcomes.append((Outcome(prepare, names, "moe", reading, torch.bfloat16, **OVERLAP).fingerprint, seen[:]))
+        outcomes.append((Outcome(prepare, names, config, reading).fingerprint, seen[:]))
     assert outcomes[0] == outcomes[1]
 
 
@@ -176,10 +170,10 @@ def test_recomputation_of_torchs_checkpoint_is_left_alone() -> None:
             own = layer.mlp.forward
             layer.mlp.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
 
-    settings: Any = {"ffn_hidden_size": 32, "add_bias_linear": False, "activation_func": torch.nn.Identity()}
+    config = make_config(ffn_hidden_size=32, add_bias_linear=False, activation_func=torch.nn.Identity())
     logged = messages()
-    found = Outcome(checkpoint_each_mlp, ["core_attn", "mlp_fc1"], **settings)
-    assert found.fingerprint == Outcome(checkpoint_each_mlp, [], **settings).fingerprint
+    found = Outcome(checkpoint_each_mlp, ["core_attn", "mlp_fc1"], config)
+    assert found.fingerprint == Outcome(checkpoint_each_mlp, [], config).fingerprint
     assert found.stats.num_groups == 2 * NUM_LAYERS  # of core_attn, in two microbatches
     assert logged == ["offload of 'mlp_fc1': the model has its submodules, but this step did not call them"]
 
@@ -206,24 +200,19 @@ def test_a_module_that_returns_its_input_changes_no_bit() -> None:
         for layer in chunk.decoder.layers:
             layer.pre_mlp_layernorm = torch.nn.Identity()
 
-    plain, found = (Outcome(replace_norms, names, "moe", **SHARED) for names in ([], ["mlp_norm"]))
+    plain, found = (Outcome(replace_norms, names, make_config("moe", **SHARED)) for names in ([], ["mlp_norm"]))
     assert found.fingerprint == plain.fingerprint
 
 
 class _Net(torch.nn.Module):
     """Not megatron-core's, and without a configuration."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.module = torch.nn.Linear(2, 2)
-        self.model = model
+        self.forward = model.forward
+        self.set_input_tensor = model.set_input_tensor
         self.config, self.model_type = model.config, model.model_type
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        self.model.set_input_tensor(tensor)  # type: ignore[operator]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
 
 
 @on_ranks()
@@ -242,8 +231,9 @@ def _chunks_on(ranks: tuple[int, ...], name: str) -> list[torch.nn.Module]:
     return make_chunks(make_config(**{"offload_activation": True, "offload_modules": [name]} if is_on else {}))
 
 
-@on_ranks(Pipeline(2))
+@on_ranks(Pipeline(2), timeout_s=60)
 def test_offload_on_some_ranks_of_a_pipeline() -> None:
+    """A name that matches nothing is an error on the others, too."""
     expected = step(_chunks_on((), ""), 4)
     for on in ((0,), (1,)):
         with apply(ALL) as handle:
@@ -251,14 +241,5 @@ def test_offload_on_some_ranks_of_a_pipeline() -> None:
             assert [step(chunks, 4) for _ in range(2)] == [expected, expected]
             moved = 0 if handle.stats is None else handle.stats.copied_out_bytes
             assert (moved > 0) == (torch.distributed.get_rank() in on)
-
-
-def test_a_name_that_matches_nothing_is_an_error_on_the_other_ranks_too() -> None:
-    found = run_ranks(_ask_for_experts_on_one_rank, pipeline=Pipeline(2), timeout_s=60)
-    assert found[0] == found[1] and "matches nothing in this model: 'router_fc1'" in found[0]
-
-
-def _ask_for_experts_on_one_rank() -> str:
-    with apply(OffloadConfig(directory="none")), pytest.raises(ValueError) as raised:
+    with apply(ALL), pytest.raises(ValueError, match="matches nothing in this model: 'router_fc1'"):
         run(_chunks_on((0,), "router_fc1"), 4)
-    return str(raised.value)

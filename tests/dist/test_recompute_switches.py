@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_patches import apply
+from megatron_patches._model.candidates import find_candidates
+from megatron_patches._model.modules import drop_parts
 from megatron_patches._model.recompute import Switches
 from megatron_patches._model.recompute_options import RecomputeOptions
 from megatron_patches._model.sites import find_sites
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import ResidencyMeter
-from offload_engine.planning.choices import Choices
+from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.shapes import ChunkShape, GroupShape
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
@@ -64,6 +66,7 @@ OFFERED = {
 }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(timeout_s=240.0)
 def test_steps_are_the_same_whatever_is_recomputed(model: str) -> None:
@@ -95,13 +98,18 @@ def test_steps_of_a_pipeline_are_the_same(model: str, shape: Pipeline) -> None:
 def _check_choices(
     model: str, num_microbatches: int, offloaded: list[str], reference: dict[str, str], *, has_each: bool
 ) -> None:
+    """Each recomputation in all layers, then in some; all at once; each second one, in turns."""
     kind, settings, _ = MODELS[model]
     with apply(ALL, modules=offloaded, has_report=False):
         chunks = make_chunks(_config(kind, settings))
         switches = Switches(chunks)
-        found = {name for _, _, name in switches.by_key}
-        assert found <= OFFERED[model], found - OFFERED[model]
-        for on in [set(), *_choices(switches, has_each), set()]:
+        keys = list(switches.by_key)
+        assert {name for _, _, name in keys} <= OFFERED[model]
+        choices = [keys, keys[::2], keys[1::2], []]
+        for name in OFFERED[model] if has_each else ():
+            of_name = [key for key in keys if key[2] == name]
+            choices[:0] = [of_name, of_name[1:]]
+        for on in map(set, choices):
             switches.set(on)
             assert {key for key, switch in switches.by_key.items() if switch.is_on} == on
             check_bits(reference, _step(chunks, num_microbatches), offloaded, on)
@@ -109,19 +117,6 @@ def _check_choices(
         run(chunks, num_microbatches, forward_only=True)
         switches.restore()
         assert _step(chunks, num_microbatches) == reference
-
-
-def _choices(switches: Switches, has_each: bool) -> Iterator[set[tuple[int, int, str]]]:
-    """Each recomputation in all layers, then in some; all at once; each second one, in turns."""
-    keys = list(switches.by_key)
-    for name in dict.fromkeys(name for _, _, name in keys if has_each):
-        of_name = [key for key in keys if key[2] == name]
-        yield set(of_name)
-        if len(of_name) > 1:
-            yield set(of_name[1:])
-    yield set(keys)
-    yield set(keys[::2])
-    yield set(keys[1::2])
 
 
 def _config(kind: str, settings: dict[str, Any]) -> Any:
@@ -176,6 +171,7 @@ def test_of_what_is_recomputed_only_the_input_has_a_group() -> None:
     assert found[0][0] > found[1][0] > found[2][0] == 2 * 4 * INPUT and found[3][0] == found[0][0]
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_everything_is_put_back() -> None:
     chunks = make_chunks(make_config("dense", **selective("mlp", **NO_BIAS)))
@@ -206,12 +202,9 @@ PARTS_OF_EXPERTS = ["moe_act", "router_fc2", "shared_fc1", "shared_fc2"]
 def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered: set[str]) -> None:
     """Also where the groups of two small recomputations are those of a large one."""
     kind, settings, _ = MODELS[model]
-    chunks = make_chunks(_config(kind, settings))  # which it does not keep
+    chunks = make_chunks(_config(kind, settings))
     options = RecomputeOptions(chunks, PARTS_OF_EXPERTS)
-    groups = [
-        GroupShape(name, layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in PARTS_OF_EXPERTS
-    ]
-    offers = options.find((ChunkShape(tuple(groups)),))
+    offers = options.find(_shapes(PARTS_OF_EXPERTS))
     assert {offer.name for offer in offers} == offered
     for layer in range(4):
         of_layer = [offer for offer in offers if {slot.layer for slot in offer.replaces} == {layer}]
@@ -220,62 +213,81 @@ def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered:
                 options.apply(Choices(recomputed=frozenset().union(*(offer.replaces for offer in chosen))))
                 on = {(option.switch.layer, option.switch.name) for option in options._options if option.switch.is_on}
                 assert on == {(layer, offer.name) for offer in chosen}
+    with pytest.raises(ValueError, match="the plan recomputes .*name='mlp_act'.*, which this model cannot switch"):
+        options.apply(Choices(recomputed=frozenset({Slot(0, 0, "mlp_act", 0)})))
     options.restore()
+    assert not any(option.switch.is_on for option in options._options)
 
 
-# What is not safe -> kind of the model, its settings, and the recomputations that are refused, by a part of the reason.
-REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "full recomputation": (
-        "mixed",
-        full(),
-        dict.fromkeys([*NORMS, "core_attn", "mlp", "moe"], "recomputes whole layers"),
-    ),
-    "biases": ("dense", {}, {"mlp": "add_bias_linear"}),
-    "norms of several operations": ("mixed", LATENT, dict.fromkeys(NORMS, "several operations")),
-}
-# The same for what cannot be built without a GPU: attributes of the configuration, set afterwards.
-REFUSED_AFTERWARDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "fp8": ({"fp8": "e4m3"}, dict.fromkeys([*NORMS, "core_attn", "mlp", "moe", "shared_experts"], "FP8")),
-    "fp4": ({"fp4": "e2m1"}, {"mlp": "FP8 or FP4"}),
-    "graphs": ({"cuda_graph_impl": "local"}, {"mlp": "CUDA graph", "moe": "CUDA graph"}),
-    "overlap": ({"overlap_moe_expert_parallel_comm": True}, {"moe": "all-to-all", "core_attn": "all-to-all"}),
-    "delayed": ({"overlap_dispatch_backward_with_experts_wgrad": True}, {"moe": "weight gradients"}),
-    "shared overlap": ({"moe_shared_expert_overlap": True}, dict.fromkeys(["moe", "shared_experts"], "shared_expert")),
-    "gate": ({"moe_shared_expert_gate": True}, {"shared_experts": "moe_shared_expert_gate"}),
-    "variant": ({"experimental_attention_variant": "dsa"}, dict.fromkeys(["core_attn", "input_layernorm"], "'dsa'")),
-    "fused residual": ({"fused_residual_rmsnorm": True}, dict.fromkeys(NORMS, "fused_residual_rmsnorm")),
-    "parts": ({"mlp_chunks_for_training": 2}, {"mlp": "mlp_chunks_for_training"}),
-    "stash": ({"moe_paged_stash": True}, {"moe": "moe_paged_stash"}),
-    "replay": ({"moe_enable_routing_replay": True}, {"moe": "moe_enable_routing_replay"}),
-}
+def _shapes(names: Sequence[str]) -> tuple[ChunkShape, ...]:
+    """Each group has the same bytes and time."""
+    return (ChunkShape(tuple(GroupShape(name, i, nbytes=1 << 30, forward_ms=1.0) for i in range(4) for name in names)),)
 
 
 @on_ranks()
+def test_a_microbatch_without_gradients_changes_nothing_about_what_is_freed() -> None:
+    chunks = make_chunks(_config(*MODELS["experts"][:2]))
+    names, _ = drop_parts(find_candidates(chunks[0].config, chunks, has_budget=True)[0])
+    found = []
+    for is_evaluated in (False, True):
+        options = RecomputeOptions(chunks, names)
+        run(chunks, 1)
+        if is_evaluated:
+            run(chunks, 1, forward_only=True)
+        found.append(options.find(_shapes(names)))
+    assert found[0] == found[1]
+    assert {"mlp", "moe", "core_attn"} <= {offer.name for offer in found[0]}
+
+
+RECOMPUTED = [*NORMS, "core_attn", "mlp", "moe"]
+# Kind of the model, its settings, what is set afterwards, as it cannot be built without a GPU, and the recomputations
+# that are refused, by a part of the reason.
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = [
+    ("mixed", full(), {}, dict.fromkeys(RECOMPUTED, "recomputes whole layers")),
+    ("dense", {}, {}, {"mlp": "add_bias_linear"}),
+    ("mixed", LATENT, {}, dict.fromkeys(NORMS, "several operations")),
+    ("mixed", SHARED, {"fp8": "e4m3"}, dict.fromkeys([*RECOMPUTED, "shared_experts"], "FP8")),
+    ("mixed", SHARED, {"fp4": "e2m1"}, {"mlp": "FP8 or FP4"}),
+    ("mixed", SHARED, {"cuda_graph_impl": "local"}, {"mlp": "CUDA graph", "moe": "CUDA graph"}),
+    ("mixed", SHARED, {"overlap_moe_expert_parallel_comm": True}, {"moe": "all-to-all", "core_attn": "all-to-all"}),
+    ("mixed", SHARED, {"overlap_dispatch_backward_with_experts_wgrad": True}, {"moe": "weight gradients"}),
+    ("mixed", SHARED, {"moe_shared_expert_overlap": True}, dict.fromkeys(["moe", "shared_experts"], "shared_expert")),
+    ("mixed", SHARED, {"moe_shared_expert_gate": True}, {"shared_experts": "moe_shared_expert_gate"}),
+    (
+        "mixed",
+        SHARED,
+        {"experimental_attention_variant": "dsa"},
+        dict.fromkeys(["core_attn", "input_layernorm"], "'dsa'"),
+    ),
+    ("mixed", SHARED, {"fused_residual_rmsnorm": True}, dict.fromkeys(NORMS, "fused_residual_rmsnorm")),
+    ("mixed", SHARED, {"mlp_chunks_for_training": 2}, {"mlp": "mlp_chunks_for_training"}),
+    ("mixed", SHARED, {"moe_paged_stash": True}, {"moe": "moe_paged_stash"}),
+    ("mixed", SHARED, {"moe_enable_routing_replay": True}, {"moe": "moe_enable_routing_replay"}),
+]
+if is_in_range(installed_version(), ">=0.17"):
+    REFUSED.append(("mixed", {"moe_router_topk": 3}, {}, {"moe": "does not sort its choice"}))
+
+
+@pytest.mark.compat
+@on_ranks()
 def test_what_is_not_safe_is_refused_with_the_reason() -> None:
-    for what, (kind, settings, reasons) in REFUSED.items():
-        _expect_refusals(what, make_chunks(make_config(kind, **settings)), reasons)
-    for what, (changes, reasons) in REFUSED_AFTERWARDS.items():
-        chunks = make_chunks(make_config("mixed", **SHARED))
-        for name, value in changes.items():
-            setattr(chunks[0].config, name, value)
-        _expect_refusals(what, chunks, reasons)
-    if is_in_range(installed_version(), ">=0.17"):
-        chunks = make_chunks(make_config("mixed", moe_router_topk=3))
-        _expect_refusals("order of the router", chunks, {"moe": "does not sort its choice"})
+    for kind, settings, changes, reasons in REFUSED:
+        chunks = make_chunks(make_config(kind, **settings))
+        vars(chunks[0].config).update(changes)
+        _expect_refusals(chunks, reasons)
     chunks = make_chunks(make_config("mixed"))
     for layer in chunks[0].decoder.layers:
         layer.mlp.__class__ = type("TheirMLP", (type(layer.mlp),), {"__module__": "theirs"})
-    _expect_refusals("others", chunks, dict.fromkeys(["mlp", "moe"], "not megatron-core's"))
+    _expect_refusals(chunks, dict.fromkeys(["mlp", "moe"], "not megatron-core's"))
     chunks = make_chunks(make_config("mixed"))
     for layer in chunks[0].decoder.layers:
         layer.mlp._with_fused_impl = True
-    _expect_refusals("fused", chunks, dict.fromkeys(["mlp", "moe"], "fused operations"))
+    _expect_refusals(chunks, dict.fromkeys(["mlp", "moe"], "fused operations"))
 
 
-def _expect_refusals(what: str, chunks: list[torch.nn.Module], reasons: dict[str, str]) -> None:
+def _expect_refusals(chunks: list[torch.nn.Module], reasons: dict[str, str]) -> None:
     switches = Switches(chunks)
     offered = {name for _, _, name in switches.by_key}
     told = {refusal.name: refusal.reason for refusals in switches.refusals for refusal in refusals}
     for name, part in reasons.items():
-        assert name not in offered and part in told[name], (what, name, told)
-    assert offered or what in ("full recomputation", "fp8", "fp4", "graphs", "overlap", "delayed")
+        assert name not in offered and part in told[name], (name, told)

@@ -29,6 +29,7 @@ Groups = list[list[tuple[str, int, int]]]
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("dense", Pipeline(2)), ("moe", Pipeline(2, 2))], ids=str)
+@pytest.mark.compat
 def test_groups_are_those_of_a_real_step(kind: str, shape: Pipeline) -> None:
     real = run_ranks(_real_groups, kind, pipeline=shape)
     (rehearsed,) = run_ranks(_rehearsed_groups, kind, shape, pipeline=None)

@@ -17,6 +17,8 @@ from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import selective
 from tests.dist.tiny import ALL, NUM_LAYERS, make_chunks, make_config, messages, run, stats_of, step
 
+pytestmark = pytest.mark.compat
+
 NAMES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 RECIPE: dict[str, Any] = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
 FROM_19 = pytest.mark.skipif(
@@ -25,15 +27,7 @@ FROM_19 = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("names", "recompute"),
-    [
-        pytest.param(NAMES, {}, id="all"),
-        pytest.param(
-            ["qkv_linear", "moe_act"],
-            selective("layernorm", "core_attn"),
-            id="one of them discarded",
-        ),
-    ],
+    ("names", "recompute"), [(NAMES, {}), (["qkv_linear", "moe_act"], selective("layernorm", "core_attn"))]
 )
 @on_ranks(Pipeline(2, 2))
 def test_names(names: list[str], recompute: dict[str, Any]) -> None:
@@ -41,7 +35,6 @@ def test_names(names: list[str], recompute: dict[str, Any]) -> None:
     moved, said = _train({**RECIPE, "offload_modules": names, **recompute})
     assert moved[0]
     if torch.distributed.get_rank() == 0:
-        assert f"becomes offload_activation, of {', '.join(names)}" in said
         assert ("'qkv_linear' is left out" in said) == bool(recompute)
 
 
@@ -55,6 +48,8 @@ def test_names_that_a_graph_captures_stay_unless_a_budget_chooses() -> None:
     assert find_among(captures, chunks, names, has_budget=False) == (names, {})
     found, left_out = find_among(captures, chunks, names, has_budget=True)
     assert found == ("mlp_fc1",) and "captures 'core_attn'" in left_out["core_attn"]
+    found, left_out = find_among(config, chunks, ("core_attn", "router"), has_budget=False)
+    assert found == ("core_attn",) and left_out["router"] == "this rank has no such module"
     for has_budget in (False, True):
         all_names, _ = find_candidates(captures, chunks, has_budget)
         assert "mlp_fc1" in all_names and ("core_attn" in all_names) is not has_budget
@@ -75,8 +70,7 @@ def test_a_fraction_bytes_by_rank_and_no_copy_in_flight() -> None:
 def test_layers_of_transformer_engines_offload() -> None:
     shares = []
     for number in (1, 2, NUM_LAYERS - 1):
-        moved, said = _train({"cpu_offloading": True, "cpu_offloading_num_layers": number})
-        assert f"offload_num_layers={number}, of all names" in said
+        moved, _ = _train({"cpu_offloading": True, "cpu_offloading_num_layers": number})
         shares.append(moved[0])
     assert 0 < shares[0] < shares[1] < shares[2]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a model: looked up in time, never moved, frozen in part, their gradients added by a kernel."""
+"""The weights of a model: looked up in time, and their gradients added by a kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,42 +13,14 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_patches import Handle, apply
+from megatron_patches import apply
 from offload_engine import OffloadEngine
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
-from tests.dist.parity import EXPERTS, Case, run_with, run_without
-from tests.dist.settings import DEEP, OVERLAP
-from tests.dist.tiny import ALL, forward_step, make_chunks, make_config, run, stats_of, step
+from tests.dist.launch import on_ranks
+from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train
 
 
-@on_ranks()
-def test_between_the_begin_of_a_step_and_its_first_forward_the_model_is_not_walked() -> None:
-    """There the device waits for the host: in a model of eight layers a walk takes it 0.2 ms or more."""
-    chunks = make_chunks(make_config())
-    walks: list[str] = []
-    walk = torch.nn.Module._named_members
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        walks.append("walk")
-        return walk(*args, **kwargs)
-
-    def noted(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
-        walks.append("forward")
-        return forward_step(batches, model, *more)
-
-    with apply(ALL, modules=["core_attn"]):
-        run(chunks, 2)  # the first step looks at the model in any case
-        with (
-            mock.patch.object(torch.nn.Module, "_named_members", counted),
-            mock.patch.object(torch.nn.Module, "zero_grad"),  # that of `run`, which walks the model, too
-        ):
-            for _ in range(2):
-                walks.clear()
-                run(chunks, 2, forward_step=noted)
-                assert walks[:2] == ["forward", "forward"]
-
-
+@pytest.mark.compat
 @on_ranks()
 def test_a_parameter_that_takes_the_place_of_another_is_known_a_step_later() -> None:
     expected = step(make_chunks(make_config()), 2)
@@ -68,103 +40,16 @@ def test_a_parameter_that_takes_the_place_of_another_is_known_a_step_later() -> 
     assert [linear.weight.data_ptr() in weights for weights in told[1:]] == [False, True]
 
 
-# -- models of which only a part is trained: no group waits for a backward that does not come --------------------------
-
-NAMES_OF_FROZEN = [
-    *("layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"),
-    *("router", "dispatched_tokens", "moe_act", "router_fc2"),
-]
-
-
-class Adapted(torch.nn.Module):
-    """A linear layer of megatron-core with a low-rank adapter beside it."""
-
-    def __init__(self, linear: Any) -> None:
-        super().__init__()
-        size_out, size_in = linear.weight.shape
-        self.linear = linear
-        self.adapter = torch.nn.Sequential(
-            torch.nn.Linear(size_in, 4, bias=False, dtype=linear.weight.dtype),
-            torch.nn.Linear(4, size_out, bias=False, dtype=linear.weight.dtype),
-        )
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        output, bias = self.linear(hidden)
-        return output + self.adapter(hidden), bias
-
-
-def adapters(chunk: torch.nn.Module) -> None:
-    for module in list(chunk.modules()):
-        for name, child in list(module.named_children()):
-            if name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
-                setattr(module, name, Adapted(child))
-    _train_only(chunk, lambda name: ".adapter." in name)
-
-
-def adapters_and_embedding(chunk: torch.nn.Module) -> None:
-    adapters(chunk)
-    _train_only(chunk, lambda name: ".adapter." in name or name.startswith("embedding."))
-
-
-def all_but_experts(chunk: torch.nn.Module) -> None:
-    _train_only(chunk, lambda name: ".experts." not in name)
-
-
-def routers(chunk: torch.nn.Module) -> None:
-    _train_only(chunk, lambda name: ".router." in name)
-
-
-def last_layers(chunk: Any) -> None:
-    """Train the last layers only: the input of the first of them needs no gradient."""
-    chunk.requires_grad_(False)
-    for layer in chunk.decoder.layers:
-        layer.requires_grad_(layer.layer_number > layer.config.num_layers // 2)
-
-
-def _train_only(chunk: torch.nn.Module, is_trained: Callable[[str], bool]) -> None:
-    for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(is_trained(name))
-
-
-@pytest.mark.parametrize(
-    ("shape", "changes"),
-    [
-        pytest.param(Pipeline(), [adapters, last_layers, all_but_experts, routers], id="alone"),
-        pytest.param(DEEP, [adapters, last_layers], id="interleaved"),
-    ],
-)
-def test_of_a_model_in_part_frozen_only_these_are_trained(shape: Pipeline, changes: list[Any]) -> None:
-    settings = {"expert_model_parallel_size": shape.expert}
-    cases = [Case("mixed", NAMES_OF_FROZEN, settings=settings, change=change) for change in changes]
-    num_frozen = run_ranks(_num_frozen, cases, [2, 3] if shape.size == 1 else [4, 2], pipeline=shape)
-    assert all(any(of_ranks) for of_ranks in zip(*num_frozen, strict=True))
-
-
-def test_adapters_under_the_overlap() -> None:
-    """There something must be trained in front of the first layer, with or without offload."""
-    case = Case("mixed", NAMES_OF_FROZEN, torch.bfloat16, OVERLAP, wrap=True, change=adapters_and_embedding)
-    run_ranks(_num_frozen, [case], [4, 2], pipeline=DEEP)
-
-
-def _num_frozen(cases: list[Case], microbatches: list[int]) -> list[int]:
-    """Check each case; return how many parameters of this rank got no gradient in it."""
-    num_frozen = []
-    for case in cases:
-        expected = run_without(case, microbatches)
-        num_frozen.append(list(expected[0].values()).count("none"))
-        run_with(case, microbatches, expected, is_evaluated=True, has_report=case is cases[0])
-    return num_frozen
-
-
 # -- gradients that a linear layer adds to `main_grad` itself: it finds the same parameter object in backward ----------
 
 FUSED = {"gradient_accumulation_fusion": True}
-NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2", *EXPERTS]
+NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 
 
+@pytest.mark.compat
 @on_ranks()
 def test_every_weight_says_that_its_gradient_was_added() -> None:
-    with kernels() as kernel, _applied() as handle:
+    with kernels() as kernel, apply(ALL, modules=NAMES) as handle:
         (chunk,) = make_chunks(make_config("dense", torch.bfloat16, **FUSED), wrap=True)
         run([chunk], 3)
         assert stats_of(handle).copied_out_bytes > 0
@@ -177,19 +62,15 @@ def test_every_weight_says_that_its_gradient_was_added() -> None:
 @on_ranks(world_size=2)
 def test_gradients_reduced_during_the_backward() -> None:
     """Give every parameter a gradient, which data parallelism wants although it is not read."""
+
+    def steps() -> list[dict[str, str]]:
+        config = make_config("dense", torch.bfloat16, **FUSED)
+        return train(config, make_chunks(config), lambda chunks: step(chunks, 2))
+
     with kernels():
-        expected = _train()
-        with _applied():
-            assert _train() == expected
-
-
-def _train() -> list[dict[str, str]]:
-    config = make_config("dense", torch.bfloat16, **FUSED)
-    return train(config, make_chunks(config), lambda chunks: step(chunks, 2))
-
-
-def _applied() -> Handle:
-    return apply(ALL, modules=NAMES[:6])
+        expected = steps()
+        with apply(ALL, modules=NAMES):
+            assert steps() == expected
 
 
 @contextmanager

@@ -23,17 +23,7 @@ T = TypeVar("T")
 def train(
     config: Any, chunks: Sequence[torch.nn.Module], step: Callable[[list[Any]], T], num_steps: int = 3
 ) -> list[T]:
-    """Run some steps of a model in bf16.
-
-    Args:
-        config: of the model.
-        chunks: of this rank, without wrappers.
-        step: one forward and backward of all microbatches of the wrapped chunks.
-        num_steps: so many.
-
-    Returns:
-        What each `step` has returned.
-    """
+    """Run some steps of a model in bf16; return what each `step` of the wrapped chunks has returned."""
     wrapped = _wrap(config, chunks)
     settings = OptimizerConfig(
         optimizer="adam",

@@ -43,8 +43,7 @@ def test_the_input_alone_goes_through_hooks(ranks_of: Callable[[int], GpuRanks])
 
 
 def test_all_does_in_fp8(ranks_of: Callable[[int], GpuRanks]) -> None:
-    settings = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-    ((num_groups, num_calls, are_as_before),) = ranks_of(1).run(_count, settings)
+    ((num_groups, num_calls, are_as_before),) = ranks_of(1).run(_count, {"fp8": "hybrid", "fp8_recipe": "tensorwise"})
     assert num_calls >= NUM_EXPERTS * num_groups > 0 and are_as_before
 
 
@@ -52,23 +51,21 @@ def _count(settings: dict[str, Any]) -> tuple[int, int, bool]:
     """Groups, tensors packed in them, and whether the layers are as they were."""
     from megatron_patches import apply
     from megatron_patches._model.experts import linears_of_experts
-    from offload_engine import OffloadConfig
-    from offload_engine._saved.storage import TensorGroup
     from offload_engine._saved.store import ActivationStore
+    from tests.gpu.parity import RELEASED_AT_ONCE
     from tests.gpu.small_gpt import make_chunks, make_config, run
 
-    pack, num_calls = ActivationStore.pack, 0
+    pack, packed = ActivationStore.pack, list[bool]()
 
-    def counting(store: ActivationStore, tensor: Any, group: TensorGroup) -> Any:
-        nonlocal num_calls
-        num_calls += not group.is_ungrouped
+    def counting(store: ActivationStore, tensor: Any, group: Any) -> Any:
+        packed.append(not group.is_ungrouped)
         return pack(store, tensor, group)
 
     chunks = make_chunks(make_config(num_moe_experts=NUM_EXPERTS, **settings))
-    linears: list[Any] = [linear for chunk in chunks for linear in linears_of_experts(chunk)]
-    with apply(OffloadConfig(min_tensor_bytes=1), modules=["expert_fc1"]) as handle:
+    with apply(RELEASED_AT_ONCE, modules=["expert_fc1"]) as handle:
         with mock.patch.object(ActivationStore, "pack", counting):
             run(chunks, 2)
         assert handle.stats is not None and handle.stats.copied_out_bytes > 0
         num_groups = handle.stats.num_groups
-    return num_groups, num_calls, not any(linear.save_original_input for linear in linears)
+    linears: list[Any] = [linear for chunk in chunks for linear in linears_of_experts(chunk)]
+    return num_groups, sum(packed), not any(linear.save_original_input for linear in linears)

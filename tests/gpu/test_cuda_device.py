@@ -51,37 +51,25 @@ def test_bytes_of_one_call_come_back_equal(device: CudaDevice, num_copies: int) 
     assert all(torch.equal(source.cpu(), held) for source, held in zip(sources, on_host, strict=True))
 
 
-def test_several_copies_wait_for_the_work_before_them_and_hold_up_what_comes_behind(device: CudaDevice) -> None:
-    stream, slab = device.new_stream("out"), device.new_slab(2 * MIB)
-    regions = [HostRegion(slab, 0, MIB), HostRegion(slab, MIB, MIB)]
-    targets = [torch.zeros(MIB, dtype=torch.uint8, device="cuda") for _ in regions]
-    sources = [garbage(MIB) for _ in regions]
-    torch.cuda.synchronize()
-    delay(stream)
-    device.copy_out(stream, list(zip(sources, regions, strict=True)))
-    event = device.copy_in(stream, list(zip(regions, targets, strict=True)))
-    assert not device.is_complete(event)
-    device.synchronize(event)
-    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
-
-
 @pytest.mark.parametrize("for_what", ["event", "stream", "nothing"])
 def test_a_wait_orders_two_streams_without_the_host(device: CudaDevice, for_what: str) -> None:
-    """Without one the delay is seen: the target gets the first content of the slab."""
+    """Without one the delay is seen: the targets get the first content of the slab."""
     out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
-    region = HostRegion(device.new_slab(MIB), 0, MIB)
-    source, target = torch.ones(MIB, dtype=torch.uint8, device="cuda"), garbage(MIB)
+    slab = device.new_slab(2 * MIB)
+    regions = [HostRegion(slab, 0, MIB), HostRegion(slab, MIB, MIB)]
+    sources = [torch.ones(MIB, dtype=torch.uint8, device="cuda") for _ in regions]
+    targets = [garbage(MIB) for _ in regions]
     torch.cuda.synchronize()
     delay(out)
-    copied_out = device.copy_out(out, [(source, region)])
+    copied_out = device.copy_out(out, list(zip(sources, regions, strict=True)))
     if for_what == "event":
         device.wait_event(back, copied_out)
     elif for_what == "stream":
         device.wait_stream(back, out)
-    copied_in = device.copy_in(back, [(region, target)])
+    copied_in = device.copy_in(back, list(zip(regions, targets, strict=True)))
     assert for_what == "nothing" or not device.is_complete(copied_in)
     device.wait_event(compute, copied_in)
-    assert target.eq(for_what != "nothing").all()
+    assert all(target.eq(for_what != "nothing").all() for target in targets)
     torch.cuda.synchronize()
 
 
@@ -114,15 +102,6 @@ def test_a_dropped_source_is_reusable_at_once(device: CudaDevice) -> None:
     torch.cuda.synchronize()
 
 
-def test_a_question_about_a_late_event_leaves_no_error_behind(device: CudaDevice) -> None:
-    stream = device.new_stream("out")
-    delay(stream)
-    event = device.record_event(stream)
-    assert not device.is_complete(event)
-    assert torch.ones(8, device="cuda").sum().item() == 8
-    device.synchronize(event)
-
-
 def test_slabs_are_pinned_until_closed(device: CudaDevice) -> None:
     slab = device.new_slab(4 * MIB)
     assert slab.view(0, 16).is_pinned()
@@ -130,11 +109,6 @@ def test_slabs_are_pinned_until_closed(device: CudaDevice) -> None:
     slab.close()
     with pytest.raises(RuntimeError, match="closed"):
         slab.view(0, 16)
-
-
-def test_no_room_is_a_memory_error(device: CudaDevice) -> None:
-    with pytest.raises(MemoryError, match="no room"):
-        device.new_slab(1 << 50)
 
 
 def test_a_refused_registration_is_a_memory_error_and_blames_no_kernel() -> None:
@@ -159,11 +133,6 @@ def test_close_waits_and_is_idempotent() -> None:
         device.new_slab(MIB)
 
 
-def test_the_cpu_is_no_cuda_device() -> None:
-    with pytest.raises(ValueError, match="must be a CUDA device"):
-        CudaDevice("cpu")
-
-
 # -- small reads past the copy engine; what becomes of their slots is tested without a GPU -----------------------------
 
 
@@ -175,19 +144,6 @@ def test_every_bit_arrives(device: CudaDevice, dtype: torch.dtype, shape: tuple[
     assert isinstance(read, MappedRead)
     assert torch.equal(read.wait(), source.cpu())
     assert read.tensor.dtype is dtype and read.tensor.shape == source.shape and not read.tensor.is_cuda
-
-
-def test_negative_zero_and_nan_payloads(device: CudaDevice) -> None:
-    bits = torch.tensor([-(2**31), 0x7FC12345, 0x7F800001], dtype=torch.int32, device="cuda")
-    assert torch.equal(device.host_read(bits.view(torch.float32)).wait().view(torch.int32), bits.cpu())
-
-
-def test_a_result_outlives_the_device() -> None:
-    device = CudaDevice()
-    result = device.host_read(torch.arange(8, device="cuda")).wait()
-    device.close()
-    del device
-    assert result.tolist() == list(range(8))
 
 
 def test_a_read_is_behind_the_work_of_its_stream(device: CudaDevice) -> None:

@@ -59,19 +59,6 @@ def _layers(make: Callable[..., Any], **more: Any) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(make(params_dtype=torch.bfloat16, **more) for _ in range(3)).cuda()
 
 
-class _Adapted(torch.nn.Module):
-    """A frozen layer with a low-rank adapter beside it."""
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__()
-        self.frozen = te.Linear(HIDDEN, HIDDEN, bias=False, **more).requires_grad_(False)
-        self.down = torch.nn.Linear(HIDDEN, 16, bias=False, dtype=torch.bfloat16)
-        self.up = torch.nn.Linear(16, HIDDEN, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.frozen(hidden, **kwargs) + self.up(self.down(hidden))
-
-
 def _step(layers: torch.nn.ModuleList, recipe: Any, engine: OffloadEngine | None) -> list[torch.Tensor]:
     """Two microbatches, the weights quantized in the first only; gradients of inputs, then of weights."""
     generator = torch.Generator(device="cuda").manual_seed(2)
@@ -168,13 +155,6 @@ def test_fused_weight_gradients(name: str, engine: OffloadEngine) -> None:
     layers, moved = _compare(MODULES["Linear"], _recipe(name), engine, prepare, fuse_wgrad_accumulation=True)
     assert moved & BYTE_DTYPES
     assert all(p.grad_added_to_main_grad and p.main_grad.any() for p in layers.parameters())
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_frozen_weights_with_adapters(name: str, engine: OffloadEngine) -> None:
-    # A frozen layer saves nothing quantized but its weight: what moves is saved by the adapters.
-    layers, _ = _compare(_Adapted, _recipe(name), engine)
-    assert all((p.grad is not None) == p.requires_grad for p in layers.parameters())
 
 
 @pytest.mark.parametrize("name", RECIPES)

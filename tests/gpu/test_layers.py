@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.shared_gpus import gpu_of
-from offload_engine import CheckpointOffload, GroupWindow, OffloadConfig, enable_activation_offloading, offload_wrapper
+from offload_engine import OffloadConfig, enable_activation_offloading, offload_wrapper
 from tests.checkpointed import FAMILIES, WAYS, all_equal, make_language_model
 from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train
 from tests.gpu.parity import deterministic_algorithms, peak_of_second, run_twice
@@ -55,15 +55,6 @@ def test_memory_goes_down(enable_ckpt: bool) -> None:
         assert stats.managed_bytes == 64 * MIB  # of each layer its input, 4096 x 512 in bf16
     assert stats.peak_resident_bytes <= 2 * stats.managed_bytes / 16 * 1.05
     assert offloaded <= plain - 0.8 * (stats.managed_bytes - stats.peak_resident_bytes), (plain, offloaded, stats)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_a_model_on_the_cpu_of_this_machine() -> None:
-    model = make_decoder("llama")
-    handle = enable_activation_offloading(model, "none", config=SMALL)
-    assert train(model) == train(make_decoder("llama"))
-    assert handle.stats.copied_out_bytes > 0
-    handle.remove()
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
@@ -128,11 +119,6 @@ def train_long(model: Any, num_steps: int = 3) -> list[torch.Tensor]:
     return seen
 
 
-def peak_of_step(model: Any) -> int:
-    tokens = torch.ones(1, LONG, dtype=torch.int64, device="cuda")
-    return peak_of_second(lambda: model.model(tokens).last_hidden_state.sum().backward())
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -143,26 +129,3 @@ def test_every_gradient_to_the_last_bit(family: str, way: str) -> None:
     model.activation_offload.remove()
     assert all_equal(found, run_twice(lambda: train_long(make_long(family, way)), all_equal))
     assert stats.copied_out_bytes == DEEP * INPUT_BYTES and stats.peak_resident_bytes <= 2 * INPUT_BYTES
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_inputs_are_off_the_device(way: str) -> None:
-    """At the turn-around plain checkpointing holds all inputs; with offload two of them, and the embeddings."""
-    plain = peak_of_step(make_long("llama", way))
-    model = offload_wrapper(make_long("llama", way))
-    offloaded = peak_of_step(model)
-    model.activation_offload.remove()
-    assert plain - offloaded >= (DEEP - 4) * INPUT_BYTES
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_checkpoint_as_the_function_of_transformers() -> None:
-    import offload_engine
-
-    model = make_long("qwen2", None)
-    model._set_gradient_checkpointing(True, offload_engine.checkpoint)
-    with CheckpointOffload(OffloadConfig(policy=GroupWindow(2))) as offload:
-        found = train_long(model)
-    assert offload.stats.copied_out_bytes == DEEP * INPUT_BYTES
-    offload.close()
-    assert all_equal(found, run_twice(lambda: train_long(make_long("qwen2", "transformers")), all_equal))
