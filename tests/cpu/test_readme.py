@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.programs import ROOT, run_code
+from tests.dist.programs import ROOT, run_code, run_program
 
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "docs" / "results"
 MIGRATION, PERFORMANCE = DOCS / "migration.md", DOCS / "performance.md"
@@ -82,6 +82,13 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
 def test_code_after_migration_runs(block: str, tmp_path: Path) -> None:
     shard = "shard(model)\n" if '"fsdp2"' in block else ""
     assert re.search(r"moved [1-9]", run_code(AROUND_MIGRATION + shard + block, cwd=tmp_path))
+
+
+def test_plain_pytorch_example(tmp_path: Path) -> None:
+    printed = run_program(ROOT / "examples" / "plain_pytorch.py", "2", cwd=tmp_path)[0].out
+    assert "equal to the last bit: True" in printed
+    peaks = re.findall(r"(\d+) MiB", printed)
+    assert int(peaks[1]) < 0.5 * int(peaks[0])
 
 
 # ---- figures and links ----
