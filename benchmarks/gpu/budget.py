@@ -84,7 +84,7 @@ def budgets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Reco
     step_ms = {summary["label"]: summary["step_ms_median"] for summary in summaries}
     held = {label: max(held_bytes(t) for t in turns if t["label"] == label) for label in step_ms}
     ratios = {summary["label"]: summary.get("ratio") for summary in summaries}
-    by_hand = [label for label in step_ms if label not in labels and not label.startswith("copies")]
+    by_hand = [label for label in step_ms if label not in labels]
     found = []
     for label in labels:
         one = _budget_of([turn for turn in turns if turn["label"] == label])

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine can do, measured in the same run: link, small reads, pinning, a group, and Python beside copies."""
+"""What the machine can do, measured in the same run: link, small reads, pinning, and a group."""
 
 from __future__ import annotations
 
-import itertools
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.group_cost import forward_groups
+from benchmarks.group_cost import microseconds_of_a_group
 from offload_engine import OffloadConfig, OffloadEngine
 
 from .model import Ranks
@@ -24,11 +21,6 @@ _PASS_BYTES = 1 << 30
 _NUM_BUFFERS = 4
 _QUEUE_BYTES = 512 * MIB
 _SLAB_BYTES = 1 << 30
-_COPY_BYTES = 1 << 30  # under way for 19 ms at 55 GB/s: longer than the work beside it
-_NUM_OBJECTS = 400_000  # some 160 MB: more than the caches hold
-_NUM_VISITS = 4000
-_REPEATS = 15
-_BESIDE = ("idle", "out", "in")
 
 
 def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
@@ -159,80 +151,11 @@ def _best_rate(obtain: Callable[[], Callable[[], None]]) -> float:
     return max(rates)
 
 
-def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any]:
-    """Measure host microseconds of one group of three tensors, forward and backward, best of many repeats."""
+def measure_group_cost() -> dict[str, Any]:
+    """Measure host microseconds of one group of three tensors, forward and backward."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0))
-    managed = plain = float("inf")
     try:
-        for _ in range(repeats):
-            managed = min(managed, _group_seconds(engine, num_groups))
-            plain = min(plain, _group_seconds(None, num_groups))
+        return {"kind": "group_cost", "num_tensors": 3, "us": microseconds_of_a_group(engine)}
     finally:
         with suppress(RuntimeError):
             engine.close()
-    return {"kind": "group_cost", "num_tensors": 3, "us": (managed - plain) / num_groups * 1e6}
-
-
-def _group_seconds(engine: Any, num_groups: int) -> float:
-    tensors = [[torch.empty(256, device="cuda") for _ in range(3)] for _ in range(num_groups)]
-    out = torch.ones(8, device="cuda", requires_grad=True)
-    grad = torch.ones(8, device="cuda")
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    chunk = None
-    if engine:
-        engine.begin_iteration()
-        chunk = engine.start_chunk()
-    out = forward_groups(out, tensors, chunk)
-    out.backward(grad)
-    if engine:
-        engine.end_iteration()
-    seconds = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return seconds
-
-
-def measure_host(ranks: Ranks) -> dict[str, Any]:
-    """Time two kinds of Python in ms, without a copy and beside one in each direction, in turns.
-
-    One walks through objects whose memory is hardly in the caches, as most of a training step does; one stays in them.
-    """
-    pair, stream = Pair(_COPY_BYTES), torch.cuda.Stream()
-    record: dict[str, Any] = {"kind": "host", "rank": ranks.rank, "copy_bytes": _COPY_BYTES}
-    for name, work in {"cold": _walks(), "hot": itertools.repeat(_count)}.items():
-        times: dict[str, list[float]] = {direction: [] for direction in _BESIDE}
-        for _ in range(_REPEATS):
-            for direction in _BESIDE:
-                times[direction].append(_milliseconds(next(work), pair, stream, direction))
-        record.update({f"{name}_{direction}_ms": statistics.median(own) for direction, own in times.items()})
-    del pair
-    empty_caches()
-    return record
-
-
-def _walks() -> Iterator[Callable[[], int]]:
-    """Yield walks that each visit other objects, in random order."""
-    objects: list[dict[str, Any]] = [{"name": str(number), "values": [number] * 8} for number in range(_NUM_OBJECTS)]
-    chance = random.Random(0)
-    while True:
-        yield partial(_visit, objects, chance.sample(range(_NUM_OBJECTS), _NUM_VISITS))
-
-
-def _visit(objects: Sequence[dict[str, Any]], visits: Sequence[int]) -> int:
-    return sum(len(objects[i]["name"]) + objects[i]["values"][3] for i in visits)
-
-
-def _count() -> int:
-    return sum(number * number for number in range(20_000))
-
-
-def _milliseconds(work: Callable[[], int], pair: Pair, stream: Any, direction: str) -> float:
-    torch.cuda.synchronize()
-    if direction != "idle":
-        with torch.cuda.stream(stream):
-            pair.copy(direction)
-    begin = time.perf_counter()
-    work()
-    milliseconds = (time.perf_counter() - begin) * 1e3
-    torch.cuda.synchronize()
-    return milliseconds

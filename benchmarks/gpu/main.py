@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.records import Records, provenance
 from benchmarks.tables import MIB, Record, show
 
-from .settings import file_of, in_turn, parse
+from .settings import in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
@@ -52,7 +52,7 @@ class Run:
 
         from offload_engine import OffloadConfig
 
-        from .measure import Bench, Counts, CudaGauge, MemoryTimeline
+        from .measure import Bench, Counts, CudaGauge
         from .model import Training, build_chunks, make_config
 
         self._settings = settings
@@ -60,7 +60,6 @@ class Run:
         self._begin = time.perf_counter()
         self._records = Records(settings.json if ranks.rank == 0 else None)
         self._own_turns: list[Record] = []
-        self._timelines: list[MemoryTimeline] = []
         self._failed: set[str] = set()
         self._contenders: list[Any] = []
         for entry in settings.entries:  # mistakes, before the model is made
@@ -70,8 +69,7 @@ class Run:
         self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
         config = make_config(settings.shape, settings.deterministic, **settings.model)
         self._chunks = build_chunks(settings.shape, config)
-        self._gauge = CudaGauge()
-        self._bench = Bench(Training(settings.shape, self._chunks), ranks, self._gauge, counts, self._show)
+        self._bench = Bench(Training(settings.shape, self._chunks), ranks, CudaGauge(), counts, self._show)
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
@@ -97,8 +95,6 @@ class Run:
         found = report.throughput(summaries, records)
         records.write([*summaries, *found, *budget.budgets(summaries, records)])
         records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
-        if settings.memory_plot and self._timelines:
-            report.plot_memory(self._timelines, settings.memory_plot)
         if settings.trade_plot and found:
             report.plot_trade(found, settings.trade_plot)
         if settings.budget_plot:
@@ -111,15 +107,15 @@ class Run:
         activation = self._settings.shape.activation_bytes
         self._publish(machine.measure_link([activation, 2 * activation], self._ranks))
         self._publish([machine.measure_reads(self._ranks)])
-        # The others wait: these take the host's memory bandwidth and a quiet CPU.
+        # The others wait: these need a quiet CPU.
         alone = []
         if self._ranks.rank == 0:
-            alone = [machine.measure_pinning(), machine.measure_group_cost(), machine.measure_host(self._ranks)]
+            alone = [machine.measure_pinning(), machine.measure_group_cost()]
         self._publish(alone)
 
     def _measure_contenders(self) -> None:
         self._add(self._settings.entries)
-        self._bench.step()  # kernels are chosen and communicators made on the first step
+        self._bench.training.step()  # kernels are chosen and communicators made on the first step
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
         for number in range(self._settings.rounds):
@@ -144,12 +140,9 @@ class Run:
         self._add(entries)
 
     def _turn(self, contender: Any, number: int) -> None:
-        from .contenders import Copies
-
-        label, is_last = contender.entry.label, number == self._settings.rounds - 1
-        extras = (lambda: self._extras(contender)) if is_last else None
+        label = contender.entry.label
         try:
-            record = self._bench.turn(contender, number, extras)
+            record = self._bench.turn(contender, number)
         except Exception as error:
             if self._ranks.world_size > 1:  # the other ranks are waiting for this one
                 raise
@@ -161,29 +154,12 @@ class Run:
             sizes = {where: record[f"{what}_{where}_bytes"] for where in ("device", "pinned")}
             if max(sizes.values()) >= _NOTICED_BYTES:
                 self._bar.write(f"{label}, rank {self._ranks.rank}: {said} {sizes} bytes", file=sys.stderr)
-        for other in self._contenders:
-            if isinstance(other, Copies):
-                other.follow(record, self._settings.shape.nmb)
         self._own_turns.append(record)
         self._publish([record])
 
-    def _extras(self, contender: Any) -> None:
-        from .measure import profile_step, record_history, record_memory
-
-        settings, entry, is_first = self._settings, contender.entry, self._ranks.rank == 0
-        if settings.memory_plot:
-            self._timelines.append(record_memory(entry.label, self._gauge, self._bench.step))
-        profiled = [e for e in settings.entries if e.kind in settings.profile_contender]
-        if settings.profile and entry in profiled:
-            file = file_of(settings.profile, entry, is_only=len(profiled) == 1)
-            profile_step(self._bench.step, file if is_first else None)
-        if settings.memory_history:  # last: it empties the caches
-            file = file_of(settings.memory_history, entry, is_only=len(settings.entries) == 1)
-            record_history(self._gauge, self._bench.step, file if is_first else None)
-
     def _show(self, what: str) -> None:
         self._bar.set_description(what, refresh=False)
-        self._bar.update(what != "extra")
+        self._bar.update()
 
     def _publish(self, own: list[Record]) -> None:
         """Gather the records of all ranks on rank 0. Collective."""

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.tables import GIB, Column, Record, picture, plot_points, shown, table
+from benchmarks.tables import Column, Record, plot_points, shown, table
 
 from .budget import BUDGETS
-from .measure import MemoryTimeline
 
 _HIGHEST = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes", "host_rss_bytes"),
-    *("copied_out_bytes", "copied_in_bytes", "host_bytes_max", "host_bytes_at_peak"),
+    *("copied_out_bytes", "copied_in_bytes", "host_bytes_max"),
     *("prefetch_misses", "alloc_retries", "device_allocs"),
 )
 
@@ -64,33 +63,21 @@ def _summary(mine: Sequence[Record], times: Record, records: Sequence[Record]) -
         summary[name] = statistics.median(rates) if rates else None
     base = [t for t in records if t["kind"] == "turn" and t["contender"] == "none" and t["rank"] == rank]
     if base:
-        summary |= _falls(summary, mine, base)
+        summary |= _falls(summary, base)
     summary |= _against_link(summary, [r for r in records if r["kind"] == "link" and r["rank"] == rank])
     if "ratio" in summary and "link_out_ms" in summary:
         summary |= _against_bound(summary, is_pipeline=any(r["shape"]["pp"] > 1 for r in records if "shape" in r))
     return summary | _parity(summary["label"], rank, mine, records)
 
 
-def _falls(summary: Record, mine: Sequence[Record], base: Sequence[Record]) -> Record:
-    """Compute how far the peaks fell: in bytes, over the most on the host, and over the bytes at the peak.
-
-    What was allocated at the peak is that of the counted step, in the turn with the least fall: the peak of another
-    step may lie where more, or less, has left the device.
-    """
+def _falls(summary: Record, base: Sequence[Record]) -> Record:
+    """Compute how far the peaks fell: in bytes, and over the most on the host."""
     falls: Record = {}
     for name in ("allocated", "reserved"):
         fall = max(turn[f"peak_{name}_bytes"] for turn in base) - summary[f"peak_{name}_bytes"]
-        falls[f"fall_{name}_bytes"] = fall
-        for on_host in ("max", "at_peak"):
-            nbytes = summary[f"host_bytes_{on_host}"]
-            falls[f"fall_{name}_over_{on_host}"] = fall / nbytes if nbytes else None
-    counted = max(turn["peak_allocated_bytes_counted"] for turn in base)
-    shares = [
-        (counted - turn["peak_allocated_bytes_counted"]) / turn["host_bytes_at_peak"]
-        for turn in mine
-        if turn["host_bytes_at_peak"]
-    ]
-    return {**falls, "fall_allocated_over_at_peak": min(shares, default=None)}
+        nbytes = summary["host_bytes_max"]
+        falls |= {f"fall_{name}_bytes": fall, f"fall_{name}_over_max": fall / nbytes if nbytes else None}
+    return falls
 
 
 def _against_link(summary: Record, links: Sequence[Record]) -> Record:
@@ -176,11 +163,8 @@ _MEMORY: dict[str, Column] = {
     "fall alloc.": ("fall_allocated_bytes", "MiB"),
     "fall res.": ("fall_reserved_bytes", "MiB"),
     "host max": ("host_bytes_max", "MiB"),
-    "host at peak": ("host_bytes_at_peak", "MiB"),
-    "R at peak": ("fall_allocated_over_at_peak", ".4f"),
-    "R of max": ("fall_allocated_over_max", ".4f"),
-    "res. at peak": ("fall_reserved_over_at_peak", ".4f"),
-    "res. of max": ("fall_reserved_over_max", ".4f"),
+    "alloc. over it": ("fall_allocated_over_max", ".4f"),
+    "res. over it": ("fall_reserved_over_max", ".4f"),
     "pinned": ("pinned_bytes", "MiB"),
     "RSS": ("host_rss_bytes", "MiB"),
     "retries": ("alloc_retries", ""),
@@ -229,7 +213,7 @@ def tables(title: str, records: Sequence[Record]) -> list[Table]:
         table("copies of one step, and losses and gradients against no offload", _MOVES, by_rank),
         table("throughput, all ranks; memory of the worst rank", _THROUGHPUT, of("throughput")),
         table("budgets, on the worst rank: held is reserved, and what is outside of torch", BUDGETS, of("budget")),
-        table("the machine, same run", _MACHINE, of("link", "host_read", "pinning", "group_cost", "host")),
+        table("the machine, same run", _MACHINE, of("link", "host_read", "pinning", "group_cost")),
     ]
 
 
@@ -237,7 +221,7 @@ def tables(title: str, records: Sequence[Record]) -> list[Table]:
 
 _MARKERS = {
     **{"none": "*", "ours": "o", "ours+recompute": "s", "incumbent": "^", "incumbent+recompute": "v"},
-    **{"recompute": "X", "copies": "D", "budget": "P"},
+    **{"recompute": "X", "budget": "P"},
 }
 _IN_WORDS = {
     "none": "no offload",
@@ -254,19 +238,6 @@ def _in_words(label: str) -> str:
     name = _IN_WORDS.get(kind, kind)
     text = what.replace(" @", "; ").replace("+", "; recomputing ").replace(",", ", ")
     return f"{name}: {text}" if text else name
-
-
-def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
-    """Plot device memory over one step of each contender: allocated as a line, reserved dashed."""
-    with picture(file, figsize=(10, 5)) as (_, axes):
-        for timeline in timelines:
-            allocated, reserved = ([n / GIB for n in series] for series in timeline[2:])
-            label = _in_words(timeline.label)
-            (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{label}: allocated")
-            axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{label}: reserved")
-        axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
-        axes.legend()
-        axes.grid(alpha=0.3)
 
 
 def plot_trade(found: Sequence[Record], file: Path) -> None:

@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.flags import (
@@ -23,8 +22,8 @@ from benchmarks.flags import (
 
 T = TypeVar("T")
 
-KINDS = ("none", "ours", "copies", "incumbent", "recompute")
-_OFFLOAD = ("ours", "copies", "incumbent")
+KINDS = ("none", "ours", "incumbent", "recompute")
+_OFFLOAD = ("ours", "incumbent")
 BF16_BYTES = 2
 
 LATENTS: dict[str, Any] = {
@@ -150,7 +149,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     kinds = {entry.kind for entry in args.entries}
-    absent = [kind for kind in args.profile_contender if kind not in kinds]
     refuse(
         parser,
         {
@@ -162,7 +160,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "--budget-curve ends where nothing is offloaded: name none among --contenders": (
                 args.budgets and "none" not in kinds
             ),
-            f"--profile-contender {','.join(absent)} is not among --contenders": args.profile and absent,
         },
     )
     if args.budgets:  # one of all that the GPU has: it moves nothing, and tells the lowest that can be reached
@@ -179,8 +176,6 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
         raise ValueError(f"unknown contenders {sorted(unknown)}: there are {', '.join(KINDS)}")
-    if "copies" in kinds and "ours" not in kinds[: kinds.index("copies")]:
-        raise ValueError("copies moves as much as ours did before: name ours in front of it")
     found: list[Entry] = []
     for text in module_sets if set(kinds) & set(_OFFLOAD) else [""]:
         names, at, assigned = text.partition("@")
@@ -221,9 +216,8 @@ def _overlap(args: argparse.Namespace) -> dict[str, bool]:
         return {}
     if args.shape.ep < 2 or (args.shape.pp > 1 and not args.shape.vpp):
         raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
-    # Copies go by calls of layers, and none is called.
-    if any(entry.kind in ("recompute", "copies") or entry.recomputed for entry in args.entries):
-        raise ValueError("--overlap-a2a excludes copies and recomputation, also behind a plus in --modules")
+    if any(entry.kind == "recompute" or entry.recomputed for entry in args.entries):
+        raise ValueError("--overlap-a2a excludes recomputation, also behind a plus in --modules")
     return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
 
 
@@ -231,14 +225,6 @@ def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]
     """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
     first = number % len(contenders) if rotate else 0
     return (*contenders[first:], *contenders[:first])
-
-
-def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
-    """Choose the file for a contender's trace or history: `file`, or with several beside it, with the name."""
-    if is_only:
-        return file
-    stem, dot, suffixes = file.name.partition(".")
-    return file.with_name(f"{stem}-{entry.label.replace(' ', '-').replace(',', '-')}{dot}{suffixes}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -253,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     modules += f"({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine"
     parser.add_argument("--modules", action="append", metavar="A,B[+C,D][@E=F]", help=modules)
     add_engine_flag(parser)
-    kinds = f"in order, of {', '.join(KINDS)} (copies: no offload, beside copies of as many bytes as ours before it; "
+    kinds = f"in order, of {', '.join(KINDS)} ("
     add_flags(
         parser,
         ("--contenders", str, "ours,none,incumbent", f"{kinds}recompute: all layers, one by one)"),
@@ -281,10 +267,6 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("--budget-plot", output_file, None, "picture of the curve: tokens a second over the memory held"),
         ("--json", output_file, None, "append one JSON object a figure"),
-        ("--memory-plot", output_file, None, "picture of memory over one step of each contender, rank 0"),
         ("--trade-plot", output_file, None, "picture of tokens a second over peak reserved memory"),
-        ("--memory-history", output_file, None, "the allocator's history over one step, for pytorch.org/memory_viz"),
-        ("--profile", output_file, None, "chrome trace of one step, rank 0, for ui.perfetto.dev"),
-        ("--profile-contender", words, ("ours",), "of --profile; with several, each has a file with its name"),
     )
     return parser
