@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
 from forked_tests import ForkedTests, Outcome, Selection  # noqa: E402
 from mutations import Mutation, find_decisions, mutation, name_of  # noqa: E402
-from tested_lines import LinesOfTests, bring_up_to_date  # noqa: E402
+from tested_lines import LinesOfTests, lines_of_tests  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
@@ -51,7 +51,7 @@ FOLDERS = (".", "_captured", "_chunk", "_host", "_policy", "_saved")
 SAMPLE = 120
 NUM_BATCHES = 8  # of random pipelines
 NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
-RECORD = ROOT / "out/tested-lines.json.gz"
+RECORD = ROOT / "out/tested-lines"  # which tests run which lines
 _Numbered = tuple[int, Mutation]
 _Item = _Numbered | tuple[int, tuple[str, ...]]  # or tests of an unchanged copy, numbered below 0
 _KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in files of results
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = _read(options.results, chosen)
         wanted = [item for item in chosen if item[0] not in known]
         wanted += [item for item in chosen if item[0] in known and known[item[0]].verdict != "caught"]
-        check = Check(snapshot, bring_up_to_date(options.record, snapshot, PACKAGE))
+        check = Check(snapshot, lines_of_tests(RECORD, snapshot, PACKAGE))
         _compile(snapshot)
         failing = check.leave_out_failing(wanted, options.jobs)
         outcomes = {**known, **check_all(check, wanted, options)}
@@ -278,9 +278,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="check these mutations, by their number")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no mutation later than this")
     parser.add_argument("--results", type=Path, metavar="FILE", help="read, and append each outcome, as lines of JSON")
-    parser.add_argument(
-        "--record", type=Path, default=RECORD, metavar="FILE", help="where it is kept which tests run which lines"
-    )
     parser.add_argument(
         "-j", "--jobs", type=int, default=os.cpu_count() or 1, help="how many run at once (default: one for each core)"
     )

@@ -46,7 +46,7 @@ def check_with(changed: Any, *tests: str) -> Any:
     """Make a check of a mutation whose line these tests run, by node ID below tests/cpu."""
     ids = [f"tests/cpu/{test}" for test in tests]
     lines = {(str(changed.path), changed.line): set(ids)}
-    return mutation_check.Check(ROOT, mutation_check.LinesOfTests(dict.fromkeys(ids, 1.0), lines, {}, ""))
+    return mutation_check.Check(ROOT, mutation_check.LinesOfTests(dict.fromkeys(ids, 1.0), lines))
 
 
 RULE_5 = "test_copy_order.py::test_rule_5_every_stream_that_reads_waits[seed=None]"
