@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.tables import GIB, Column, Record, picture, shown
+from benchmarks.tables import Column, Record, shown
 
 from .contenders import Ours
 from .settings import Entry
@@ -43,8 +42,7 @@ class Budget(Ours):
         names = ("predicted_peak_bytes", "predicted_step_ms", "kept_bytes", "offloaded_bytes", "recomputed_bytes")
         found = {name: getattr(summary, name) for name in (*names, "lowest_bytes", "lowest_step_ms")}
         planning = {"planning_ms": budget.planning_ms, "planning_steps": budget.num_planning_steps}
-        curve = [list(point) for point in budget.curve]
-        own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps, "curve": curve}
+        own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps}
         return {"budget": {**own, **planning, **found}}
 
     def _gpu_budget(self) -> str | int | None:
@@ -136,25 +134,3 @@ BUDGETS: dict[str, Column] = {
     "recomputed": ("recomputed_bytes", "MiB"),
 }
 """Columns of the table of budgets. Held is reserved, and what is outside of torch."""
-
-
-def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
-    """Plot tokens a second over the memory held: the predicted curve, the budgets as measured, settings by hand."""
-    turns = [record for record in records if record["kind"] == "turn"]
-    with picture(file, figsize=(9, 5)) as (figure, axes):
-
-        def draw(points: Sequence[Sequence[float]], *style: str, **options: Any) -> None:
-            held, rates = [nbytes / GIB for nbytes, _ in points], [tokens / ms * 1e3 for _, ms in points]
-            axes.plot(held, rates, *style, **options)
-
-        curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
-        draw(curve, color="C0", alpha=0.4, label="predicted for every budget")
-        measured = sorted((one["held_bytes"], one["step_ms"]) for one in records if one["kind"] == "budget")
-        draw(measured, "o", color="C0", label="a budget, measured")
-        by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
-        for index, one in enumerate(by_hand):
-            nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
-            draw([(nbytes, one["step_ms_median"])], "s", color=f"C{index % 8 + 1}", label=one["label"])
-        axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper", fontsize=7, frameon=False)

@@ -13,14 +13,13 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.records import Records, provenance
-from benchmarks.tables import MIB, Record, show
+from benchmarks.tables import Record, show
 
 from .settings import in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
 _SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic", "single_thread")
-_NOTICED_BYTES = 64 * MIB  # cuBLAS keeps a workspace of 32 MiB for each stream: not a leak of the contender
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ class Run:
 
         from offload_engine import OffloadConfig
 
-        from .measure import Bench, Counts, CudaGauge
+        from .measure import Bench, CudaGauge
         from .model import Training, build_chunks, make_config
 
         self._settings = settings
@@ -64,12 +63,13 @@ class Run:
         self._contenders: list[Any] = []
         for entry in settings.entries:  # mistakes, before the model is made
             OffloadConfig.from_flags(**settings.engine | dict(entry.engine))
-        counts = Counts(settings.warmup, settings.iters)
-        num_steps = settings.rounds * len(settings.entries) * counts.total
+        self._turn_steps = settings.warmup + 1 + settings.iters
+        num_steps = settings.rounds * len(settings.entries) * self._turn_steps
         self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
         config = make_config(settings.shape, settings.deterministic, **settings.model)
         self._chunks = build_chunks(settings.shape, config)
-        self._bench = Bench(Training(settings.shape, self._chunks), ranks, CudaGauge(), counts, self._show)
+        training, counts = Training(settings.shape, self._chunks), (settings.warmup, settings.iters)
+        self._bench = Bench(training, ranks, CudaGauge(), *counts, self._show)
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
@@ -92,13 +92,11 @@ class Run:
 
         settings, records = self._settings, self._records
         summaries = report.summarize(records)
-        found = report.throughput(summaries, records)
+        found = report.throughput(summaries, records[0])
         records.write([*summaries, *found, *budget.budgets(summaries, records)])
         records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
         if settings.trade_plot and found:
             report.plot_trade(found, settings.trade_plot)
-        if settings.budget_plot:
-            budget.plot_budgets(records, report.tokens_of_step(records[0]), settings.budget_plot)
         show(*report.tables(self._title(), records))
 
     def _measure_machine(self) -> None:
@@ -136,7 +134,7 @@ class Run:
 
         turns = [turn for turns in self._ranks.gather(self._own_turns) for turn in turns]
         entries = entries_between(turns, self._settings.budgets)
-        self._bar.total += len(entries) * (self._settings.rounds - 1) * self._bench.counts.total
+        self._bar.total += len(entries) * (self._settings.rounds - 1) * self._turn_steps
         self._add(entries)
 
     def _turn(self, contender: Any, number: int) -> None:
@@ -150,10 +148,6 @@ class Run:
             self._bar.write(f"{label} failed: {error!r}", file=sys.stderr)
             self._publish([{"kind": "failure", "label": label, "round": number, "error": repr(error)}])
             return
-        for what, said in {"left": "it left behind", "found": "its peaks include what earlier ones left:"}.items():
-            sizes = {where: record[f"{what}_{where}_bytes"] for where in ("device", "pinned")}
-            if max(sizes.values()) >= _NOTICED_BYTES:
-                self._bar.write(f"{label}, rank {self._ranks.rank}: {said} {sizes} bytes", file=sys.stderr)
         self._own_turns.append(record)
         self._publish([record])
 

@@ -8,7 +8,7 @@ import gc
 import io
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,10 +19,6 @@ from .copies import CopyCounter
 from .model import Ranks
 
 _MAX_WARMUP = 40
-
-
-Held = tuple[int, int]
-"""Bytes that live tensors hold between two contenders: on the device, and pinned by torch's own allocator."""
 
 
 class CudaGauge:
@@ -63,24 +59,9 @@ class CudaGauge:
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
 
-    def held(self) -> Held:
-        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        return torch.cuda.memory_allocated(), int(pinned)
-
     def _counters(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats()
         return {"alloc_retries": stats.get("num_alloc_retries", 0), "device_allocs": stats.get("num_device_alloc", 0)}
-
-
-class Counts(NamedTuple):
-    """How many steps a turn has."""
-
-    warmup: int
-    iters: int
-
-    @property
-    def total(self) -> int:
-        return self.warmup + 1 + self.iters
 
 
 class Bench:
@@ -91,7 +72,8 @@ class Bench:
         training: Any,
         ranks: Ranks,
         gauge: Any,
-        counts: Counts,
+        warmup: int,
+        iters: int,
         on_step: Callable[[str], None],
         new_event: Callable[[], Any] | None = None,
     ) -> None:
@@ -99,18 +81,15 @@ class Bench:
         self.training = training
         self._ranks = ranks
         self._gauge = gauge
-        self.counts = counts
+        self._warmup, self._iters = warmup, iters
         self._on_step = on_step
         self._new_event = new_event
         self._fingerprints: list[tuple[str, int, Fingerprint]] = []
-        self._held_first: Held | None = None
 
     def turn(self, contender: Contender, round_number: int) -> dict[str, Any]:
         """Run one turn; return this rank's record."""
         label = contender.entry.label
         self._gauge.release()
-        held_before = self._gauge.held()
-        self._held_first = self._held_first or held_before
         pinned_before = self._gauge.read()["torch_pinned_bytes"]
         try:
             contender.attach()
@@ -122,7 +101,7 @@ class Bench:
                 self._gauge.wait()
             moved = contender.moved(counter)
             step_ms, host_ms, losses = timed_steps(
-                self.counts.iters, self.training.step, self._gauge.wait, lambda: self._prepare(label)
+                self._iters, self.training.step, self._gauge.wait, lambda: self._prepare(label)
             )
             memory = self._gauge.read()
             pinned = contender.pinned_bytes(memory["torch_pinned_bytes"], pinned_before)
@@ -138,7 +117,6 @@ class Bench:
             **{"round": round_number, "rank": self._ranks.rank, "pinned_bytes": pinned},
             **{"step_ms": step_ms, "host_ms": host_ms},
             **memory,
-            **_leftovers(self._held_first, held_before, self._gauge.held()),
             **moved,
             "losses": [float.fromhex(loss) for loss in after.losses],
             "gradients": after.digests,
@@ -168,7 +146,7 @@ class Bench:
         is_ready = False
         with contextlib.redirect_stdout(io.StringIO()):  # the incumbent prints a table after its first step
             for number in range(_MAX_WARMUP):
-                if is_ready and number >= self.counts.warmup:
+                if is_ready and number >= self._warmup:
                     break
                 losses = self._run(f"{contender.entry.label}, warm-up")
                 is_ready = contender.is_ready()
@@ -201,13 +179,3 @@ def timed_steps(
         done_ms.append((time.perf_counter() - begin) * 1e3)
         issued_ms.append((issued - begin) * 1e3)
     return done_ms, issued_ms, losses
-
-
-def _leftovers(first: Held, before: Held, after: Held) -> dict[str, int]:
-    """Return what a turn left behind, and what it found of earlier ones: it counts as memory of all later ones.
-
-    `first` was held before the first turn of the run, `before` and `after` around this one.
-    """
-    pairs = {"left": zip(before, after, strict=True), "found": zip(first, before, strict=True)}
-    added = {name: [max(0, now - then) for then, now in both] for name, both in pairs.items()}
-    return {f"{name}_{where}_bytes": added[name][i] for name in added for i, where in enumerate(("device", "pinned"))}

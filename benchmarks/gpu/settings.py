@@ -154,7 +154,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         {
             "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
             < 1,
-            "--budget-plot draws what --budget-curve measures: give that, too": args.budget_plot and not args.budgets,
             "--budget-curve needs --rounds of at least 2: the first one finds the range": args.budgets
             and args.rounds < 2,
             "--budget-curve ends where nothing is offloaded: name none among --contenders": (
@@ -265,7 +264,6 @@ def _parser() -> argparse.ArgumentParser:
             0,
             "beside the contenders: so many gpu_budgets, from the floor to no offload",
         ),
-        ("--budget-plot", output_file, None, "picture of the curve: tokens a second over the memory held"),
         ("--json", output_file, None, "append one JSON object a figure"),
         ("--trade-plot", output_file, None, "picture of tokens a second over peak reserved memory"),
     )
