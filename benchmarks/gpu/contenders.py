@@ -155,7 +155,8 @@ class Incumbent(Contender):
         if os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
             raise RuntimeError("the incumbent needs NVTE_CPU_OFFLOAD_V1=1 in the environment from the start")
         super().attach()
-        self._places = switch_incumbent(self._chunks, self.entry.modules)
+        places = switch_incumbent(self._chunks, self.entry.modules)
+        self._details = {f"places_{name}": count for name, count in places.items()}
         _manager_class().OFFLOAD_MGR = None  # the first step makes a new one, and records the chunks in it
 
     def detach(self) -> None:
@@ -187,9 +188,7 @@ class Incumbent(Contender):
             yield
 
     def moved(self, counter: CopyCounter) -> dict[str, Any]:
-        summary = getattr(_manager_class().get_instance(), "_offload_summary_total_bytes", 0)
-        places = {f"places_{name}": count for name, count in self._places.items()}
-        return counter.moved(engine={"summary_bytes": summary, **places})
+        return counter.moved(engine=self._details)
 
 
 def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any]) -> Contender:

@@ -19,7 +19,7 @@ from .settings import in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
-_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic", "single_thread")
+_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .model import start_ranks
 
-    ranks = start_ranks(settings.shape, settings.deterministic, settings.share_gpus)
+    ranks = start_ranks(settings.shape, settings.deterministic)
     status = Run(settings, ranks).execute()
     torch.distributed.destroy_process_group()  # not after an exception: it would wait for ranks that wait for this one
     return status
@@ -73,14 +73,11 @@ class Run:
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
-        import torch
-
         self._publish([self._description()])
         self._bar.set_description("the machine")
         if not self._settings.no_micro:
             self._measure_machine()
-        with torch.autograd.set_multithreading_enabled(not self._settings.single_thread):
-            self._measure_contenders()
+        self._measure_contenders()
         self._publish(self._bench.parity())
         self._bar.close()
         if self._ranks.rank == 0:
@@ -161,9 +158,7 @@ class Run:
 
     def _title(self) -> str:
         run = self._records[0]
-        is_shared = run["num_gpus"] < run["world_size"]
-        shared = f", shared by {run['world_size']} processes: times say nothing" if is_shared else ""
-        return f"setup {self._settings.setup}, {run['num_gpus']} x {run['device']}{shared}"
+        return f"setup {self._settings.setup}, {run['world_size']} x {run['device']}"
 
     def _description(self) -> Record:
         import torch
@@ -175,6 +170,5 @@ class Run:
             "shape": asdict(self._settings.shape),
             **{name: getattr(self._settings, name) for name in _SETTINGS},
             "world_size": self._ranks.world_size,
-            "num_gpus": min(self._ranks.world_size, torch.cuda.device_count()),
             "device": torch.cuda.get_device_name(),
         }

@@ -209,15 +209,13 @@ def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _overlap(args: argparse.Namespace) -> dict[str, bool]:
-    if args.delay_wgrad and not args.overlap_a2a:
-        raise ValueError("--delay-wgrad is a part of --overlap-a2a")
     if not args.overlap_a2a:
         return {}
     if args.shape.ep < 2 or (args.shape.pp > 1 and not args.shape.vpp):
         raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
     if any(entry.kind == "recompute" or entry.recomputed for entry in args.entries):
         raise ValueError("--overlap-a2a excludes recomputation, also behind a plus in --modules")
-    return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
+    return {"overlap_moe_expert_parallel_comm": True}
 
 
 def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
@@ -244,19 +242,11 @@ def _parser() -> argparse.ArgumentParser:
         ("--contenders", str, "ours,none,incumbent", f"{kinds}recompute: all layers, one by one)"),
         ("--latents", bool, False, "multi-latent attention, in which all norms are modules of their own"),
         ("--overlap-a2a", bool, False, "overlap all-to-all with computation (overlap_moe_expert_parallel_comm)"),
-        ("--delay-wgrad", bool, False, "with --overlap-a2a: also delay_wgrad_compute"),
         ("--rounds", int, 3, "times all contenders take their turn"),
         ("--rotate", bool, False, "each round begins with the next contender: A B C, B C A, C A B"),
         ("--iters --iters-per-round", int, 4, "timed steps of a turn"),
         ("--warmup", int, 2, "steps before the turn's peaks are reset"),
         ("--deterministic", bool, False, "deterministic kernels wherever there are any"),
-        (
-            "--single-thread",
-            bool,
-            False,
-            "every backward in the thread of its schedule: faster if the host is the limit",
-        ),
-        ("--share-gpus", bool, False, "allow more processes than GPUs: memory and gradients are right, times are not"),
         ("--no-micro", bool, False, "skip the measurements of the machine: link, host reads, pinning, group, host"),
         (
             "--budgets --budget-curve",
