@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPUs of a process change on the way to its GPU: copies, launches, small reads and pinning.
+"""What the CPUs of a process change on the way to its GPU: copies, launches and pinning.
 
     torchrun --nproc-per-node 8 benchmarks/run.py affinity
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flags import add_flags, new_parser, output_file
-from benchmarks.gpu.machine import measure_link, measure_pinning, measure_reads
+from benchmarks.gpu.machine import measure_link, measure_pinning
 from benchmarks.gpu.model import Ranks
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Column, show, table
@@ -28,7 +28,7 @@ _COPY_BYTES = 64 << 20
 _NUM_LAUNCHES = 5000
 _WORST: dict[str, Any] = {  # of the ranks: the lowest rate, the longest time
     **dict.fromkeys(("out_gbps", "in_gbps", "both_out_gbps", "both_in_gbps", "host_alloc_gbps", "slab_gbps"), min),
-    **dict.fromkeys(("launch_us", "cpu_idle_ms", "engine_idle_ms", "engine_busy_ms"), max),
+    "launch_us": max,
 }
 
 
@@ -81,7 +81,7 @@ def _places(device: torch.device, rank: int) -> Iterator[str]:
 
 
 def _measure(ranks: Ranks) -> dict[str, Any]:
-    (link,) = measure_link([_COPY_BYTES], ranks)
+    link = measure_link(_COPY_BYTES, ranks)
     ranks.barrier()
     tensor = torch.zeros(1, device="cuda")
     seconds = []
@@ -92,4 +92,4 @@ def _measure(ranks: Ranks) -> dict[str, Any]:
             tensor.add_(1)
         seconds.append(time.perf_counter() - begin)
     launch_us = min(seconds) / _NUM_LAUNCHES * 1e6
-    return {**link, **measure_reads(ranks), **measure_pinning(), "launch_us": launch_us}
+    return {**link, **measure_pinning(), "launch_us": launch_us}

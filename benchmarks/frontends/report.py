@@ -81,16 +81,6 @@ _STEPS: dict[str, Column] = {
     "RSS": ("host_rss_bytes", "MiB"),
     "bitwise": lambda s: f"{s['num_differing']} differ" if s["num_differing"] else shown(s["is_bitwise_equal"]),
 }
-_COPIES: dict[str, Column] = {
-    "contender": _name,
-    "out MiB": ("copied_out_bytes", "MiB"),
-    "in MiB": ("copied_in_bytes", "MiB"),
-    "on host": ("peak_host_bytes", "MiB"),
-    "kept": ("kept_bytes", "MiB"),
-    "misses": ("prefetch_misses", ""),
-    "groups": ("num_groups", ""),
-    "offloaded": ("num_offloaded_groups", ""),
-}
 _BOUNDS: dict[str, Column] = {
     "what the link allows": _name,
     "saved MiB": ("saved_bytes", "MiB"),
@@ -127,12 +117,10 @@ def tables(title: str, records: Sequence[Record], as_markdown: bool) -> list[Tab
         return [record for record in records if record["kind"] == kind]
 
     summaries = of("summary")
-    engines = [{"label": s["label"], **s["engine"]} for s in summaries if s["engine"]]
     bounds = [{**bound, "best_ms": _best(bound["label"] in CHECKPOINTED, summaries)} for bound in of("bound")]
     longest = sorted(of("longest"), key=lambda one: -one["trained"])
     found: list[tuple[str, dict[str, Column], list[Record]]] = [
         (f"{title}; memory in MiB, peaks of the timed steps", _STEPS, summaries),
-        ("what the engine counted in the last step", _COPIES, engines),
         ("the same model, by arithmetic from the saved bytes, the link and the run without offload", _BOUNDS, bounds),
         (f"{title}; the longest sequence that trains, tokens", _LONGEST, longest),
         (f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", _RECORDING, of("recording")),

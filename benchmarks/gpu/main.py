@@ -100,8 +100,7 @@ class Run:
         from . import machine
 
         activation = self._settings.shape.activation_bytes
-        self._publish(machine.measure_link([activation, 2 * activation], self._ranks))
-        self._publish([machine.measure_reads(self._ranks)])
+        self._publish([machine.measure_link(size, self._ranks) for size in (activation, 2 * activation)])
         # The others wait: these need a quiet CPU.
         alone = []
         if self._ranks.rank == 0:

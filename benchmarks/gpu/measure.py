@@ -16,6 +16,7 @@ from benchmarks.gradients import Fingerprint, compare, fingerprint
 
 from .contenders import Contender
 from .copies import CopyCounter
+from .machine import empty_caches
 from .model import Ranks
 
 _MAX_WARMUP = 40
@@ -56,8 +57,7 @@ class CudaGauge:
         """Free all memory that a contender left behind, pinned memory too."""
         self.wait()
         gc.collect()
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
+        empty_caches()
 
     def _counters(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats()

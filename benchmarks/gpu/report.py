@@ -172,7 +172,7 @@ def tables(title: str, records: Sequence[Record]) -> list[Table]:
         table("copies of one step, and losses and gradients against no offload", _MOVES, by_rank),
         table("throughput, all ranks; memory of the worst rank", _THROUGHPUT, of("throughput")),
         table("budgets, on the worst rank: held is reserved, and what is outside of torch", BUDGETS, of("budget")),
-        table("the machine, same run", _MACHINE, of("link", "host_read", "pinning", "group_cost")),
+        table("the machine, same run", _MACHINE, of("link", "pinning", "group_cost")),
     ]
 
 

@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--iters --iters-per-round", int, 4, "timed steps of a turn"),
         ("--warmup", int, 2, "steps before the turn's peaks are reset"),
         ("--deterministic", bool, False, "deterministic kernels wherever there are any"),
-        ("--no-micro", bool, False, "skip the measurements of the machine: link, host reads, pinning, group, host"),
+        ("--no-micro", bool, False, "skip the measurements of the machine: link, pinning, group"),
         (
             "--budgets --budget-curve",
             int,
