@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.flags import add_flags, new_parser, output_file
+from benchmarks.flags import add_flags, new_parser, output_file, positive
 from benchmarks.group_cost import microseconds_of_a_group
 from benchmarks.records import Records, core_in_words
 from offload_engine import IS_COMPILED, OffloadConfig, OffloadEngine
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser("cpu", __doc__)
     add_flags(
         parser,
-        ("--repeats", int, 60, "of which the best counts"),
+        ("--repeats", positive, 60, "of which the best counts"),
         ("--json", output_file, None, "append the figure to this file"),
     )
     args = parser.parse_args(arguments)

@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -59,21 +59,19 @@ def load(path: Path) -> list[Step]:
 
 def comparison(plain: list[Step], offload: list[Step]) -> Table:
     """Make the table of the two runs; figures of memory are of the last step, which the plot shows."""
-    title = f"{len(plain)} training steps, without and with activation offload"
-    table = _table(title, "no offload", "offload", "change")
+    table = _table(
+        f"{len(plain)} training steps, without and with activation offload", "no offload", "offload", "change"
+    )
     num_equal = sum(map(eq, _losses(plain), _losses(offload)))
     verdict = "[green]yes[/]" if has_same_losses(plain, offload) else "[bold red]NO[/]"
     table.add_row("losses equal to the last bit", "", f"{num_equal} of {len(plain)}", verdict)
-
-    def add(title: str, before: float, after: float, form: Callable[[float], str] = _mib) -> None:
-        table.add_row(title, form(before), form(after), f"{after / before - 1:+.1%}")
-
-    add("step time", _step_ms(plain), _step_ms(offload), _ms)
-    ranks = list(zip(plain[-1]["ranks"], offload[-1]["ranks"], strict=True))
-    for rank, pair in enumerate(ranks):
-        add(f"resident saved bytes, peak, rank {rank}", *map(_peak_resident, pair))
-    for rank, (before, after) in enumerate(ranks):
-        add(f"process memory (RSS), peak, rank {rank}", before["rss_peak_bytes"], after["rss_peak_bytes"])
+    before, after = _step_ms(plain), _step_ms(offload)
+    table.add_row("step time", f"{before:,.0f} ms", f"{after:,.0f} ms", f"{after / before - 1:+.1%}")
+    titles = {"resident saved bytes, peak": _peak_resident, "process memory (RSS), peak": lambda r: r["rss_peak_bytes"]}
+    for title, figure in titles.items():
+        for rank, ranks in enumerate(zip(plain[-1]["ranks"], offload[-1]["ranks"], strict=True)):
+            before, after = map(figure, ranks)
+            table.add_row(f"{title}, rank {rank}", _mib(before), _mib(after), f"{after / before - 1:+.0%}")
     for way in ("out", "in"):
         table.add_row(f"copied {way} in a step", "", _mib(offload[-1]["offload"][f"copied_{way}_bytes"]), "")
     if late := sum(step["offload"]["prefetch_misses"] for step in offload):
@@ -91,7 +89,7 @@ def budget_table(plain: list[Step], budget: list[Step]) -> Table:
     verdict = "[green]equal[/]" if has_same_losses(plain, budget) else "[bold red]NOT EQUAL[/]"
     table.add_row("losses to the last bit", f"{plain[-1]['loss']:.6f}", "", verdict)
     predicted_ms = max((plan["predicted_step_ms"] for plan in decided), default=0.0)
-    table.add_row("step time", *map(_ms, (_step_ms(plain), predicted_ms, last["step_ms"])))
+    table.add_row("step time", *(f"{ms:,.0f} ms" for ms in (_step_ms(plain), predicted_ms, last["step_ms"])))
     for rank, (plan, before, after) in enumerate(zip(plans, plain[-1]["ranks"], last["ranks"], strict=True)):
         predicted = "no plan" if plan is None else _mib(plan["predicted_peak_bytes"])
         sizes = _mib(_peak_resident(before)), predicted, _mib(_peak_resident(after))
@@ -128,10 +126,6 @@ def _peak_resident(rank: dict[str, Any]) -> int:
 
 def _mib(nbytes: float) -> str:
     return f"{nbytes / MIB:,.0f} MiB"
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:,.0f} ms"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flags import add_flags, input_file, new_parser
+from benchmarks.flags import add_flags, input_file, new_parser, positive
 from benchmarks.frontends.settings import TINY, Shape, add_model_flags, default_layers
 
 from .report import plot, print_length
@@ -46,9 +46,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_flags(
         parser,
         ("--layers", int, None, "of the model (12 at 4096 tokens, 4 at 32768)"),
-        ("--budgets", int, 5, "from the floor to no offload"),
-        ("--iters", int, 3, "timed steps of a turn"),
-        ("--warmup", int, 2, "steps before them, of settings by hand"),
+        ("--budgets", positive, 5, "from the floor to no offload"),
+        ("--iters", positive, 3, "timed steps of a turn"),
+        ("--warmup", positive, 2, "steps before them, of settings by hand"),
         ("--seconds", float, 190.0, "no turn begins later, each length has its share; what was left out is said"),
         ("--json", Path, None, "write the results, after each turn"),
         ("--plot", Path, None, "draw throughput over memory"),
@@ -56,8 +56,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         ("--markdown", bool, False, "print the tables as Markdown"),
     )
     args = parser.parse_args(arguments)
-    if min(args.budgets, args.iters, args.warmup) < 1:
-        parser.error("--budgets, --iters and --warmup must be at least 1")
     if args.draw and not args.plot:
         parser.error("--draw FILE draws into the file of --plot: give it")
     lengths = args.seq or ((64,) if args.tiny else (4096, 32768))

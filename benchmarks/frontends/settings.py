@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flags import add_engine_flag, add_flags, engine_settings, new_parser, refuse, words
+from benchmarks.flags import add_engine_flag, add_flags, engine_settings, new_parser, positive, refuse, words
 
 # Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
@@ -89,15 +89,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser,
         {
             f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
-            "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
-            < 1,
             "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
             "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
             "--plot draws step times: it goes without --longest and --recording": (
                 args.plot and (args.longest or args.recording)
             ),
             f"--documents {args.documents} do not divide a sequence of {length:,} tokens": (
-                args.documents and (args.documents < 1 or length % args.documents)
+                args.documents and length % args.documents
             ),
         },
     )
@@ -121,15 +119,20 @@ def _parser() -> argparse.ArgumentParser:
     rivals += "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed"
     add_flags(
         parser,
-        ("--rounds", int, 2, "times all contenders take their turn"),
-        ("--iters --iters-per-round", int, 3, "timed steps of a turn"),
-        ("--warmup", int, 2, "steps before the turn's peaks are reset"),
+        ("--rounds", positive, 2, "times all contenders take their turn"),
+        ("--iters --iters-per-round", positive, 3, "timed steps of a turn"),
+        ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
         ("--contender-seconds", float, None, "bound of each contender over all its turns (15, with --longest 90)"),
         ("--rivals", Path, None, rivals),
         ("--recording", bool, False, "what it costs to record steps, at 4096, 8192 and 16384 tokens or at --seq"),
         ("--longest", bool, False, "find the longest sequence that each contender trains"),
         ("--total-seconds", float, 330.0, "of --longest, which reports what it has found until then"),
-        ("--documents", int, None, "attention within documents of N tokens: memory is the same, time grows linearly"),
+        (
+            "--documents",
+            positive,
+            None,
+            "attention within documents of N tokens: memory is the same, time grows linearly",
+        ),
         ("--json", Path, None, "append one JSON object a figure"),
         ("--markdown", bool, False, "print the tables as Markdown"),
         ("--plot", Path, None, "picture of step time and reserved memory"),

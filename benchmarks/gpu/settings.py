@@ -16,6 +16,7 @@ from benchmarks.flags import (
     engine_settings,
     new_parser,
     output_file,
+    positive,
     refuse,
     words,
 )
@@ -152,8 +153,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     refuse(
         parser,
         {
-            "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
-            < 1,
             "--budget-curve needs --rounds of at least 2: the first one finds the range": args.budgets
             and args.rounds < 2,
             "--budget-curve ends where nothing is offloaded: name none among --contenders": (
@@ -242,10 +241,10 @@ def _parser() -> argparse.ArgumentParser:
         ("--contenders", str, "ours,none,incumbent", f"{kinds}recompute: all layers, one by one)"),
         ("--latents", bool, False, "multi-latent attention, in which all norms are modules of their own"),
         ("--overlap-a2a", bool, False, "overlap all-to-all with computation (overlap_moe_expert_parallel_comm)"),
-        ("--rounds", int, 3, "times all contenders take their turn"),
+        ("--rounds", positive, 3, "times all contenders take their turn"),
         ("--rotate", bool, False, "each round begins with the next contender: A B C, B C A, C A B"),
-        ("--iters --iters-per-round", int, 4, "timed steps of a turn"),
-        ("--warmup", int, 2, "steps before the turn's peaks are reset"),
+        ("--iters --iters-per-round", positive, 4, "timed steps of a turn"),
+        ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
         ("--deterministic", bool, False, "deterministic kernels wherever there are any"),
         ("--no-micro", bool, False, "skip the measurements of the machine: link, pinning, group"),
         (
