@@ -162,6 +162,7 @@ def _run_pytest(copy: Path, package: str, selection: Selection) -> None:
                 break
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os.write(1, f"\nstatus {status}\n".encode())
         os._exit(0)
 

@@ -152,7 +152,7 @@ class Run:
 
         summaries = {r["label"]: r for r in self._records.of("summary") if r["step_ms_median"]}
         labels = [name for name in ("none", "ckpt") if name in summaries and self._settings.device == "cuda"]
-        link = self._apart("link", 120.0, jobs.measure_link).value if labels else None
+        link: Any = self._apart("link", 120.0, jobs.measure_link).value if labels else None
         found = []
         for name in labels if link else []:
             nbytes = self._apart(f"{name}, saved bytes", 120.0, jobs.saved_bytes, self._settings, name).value
