@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPUs of a process change on the way to its GPU: copies, launches, small reads and pinning.
+"""What the CPUs of a process change on the way to its GPU: copies, launches and pinning.
 
     torchrun --nproc-per-node 8 benchmarks/run.py affinity
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flags import add_flags, new_parser, output_file
-from benchmarks.gpu.machine import measure_link, measure_pinning, measure_reads
+from benchmarks.gpu.machine import measure_link, measure_pinning
 from benchmarks.gpu.model import Ranks
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Column, show, table
@@ -26,8 +26,10 @@ from offload_engine._devices.affinity import bind_to_gpu
 
 _COPY_BYTES = 64 << 20
 _NUM_LAUNCHES = 5000
-_RATES = ("out_gbps", "in_gbps", "both_out_gbps", "both_in_gbps", "host_alloc_gbps", "slab_gbps")
-_TIMES = ("launch_us", "cpu_idle_ms", "engine_idle_ms", "engine_busy_ms")
+_WORST: dict[str, Any] = {  # of the ranks: the lowest rate, the longest time
+    **dict.fromkeys(("out_gbps", "in_gbps", "both_out_gbps", "both_in_gbps", "host_alloc_gbps", "slab_gbps"), min),
+    "launch_us": max,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,14 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for place in _places(torch.device("cuda", torch.cuda.current_device()), ranks.rank):
         figures = ranks.gather(_measure(ranks))
-        worst = {name: min(found[name] for found in figures) for name in _RATES}
-        rows.append({"CPUs": place, **worst, **{name: max(found[name] for found in figures) for name in _TIMES}})
+        rows.append({"CPUs": place, **{n: worst(found[n] for found in figures) for n, worst in _WORST.items()}})
     if ranks.rank == 0:
         records = Records(args.json)
         records.write([{"kind": "run", **provenance(["torch"]), "device": torch.cuda.get_device_name()}])
         records.write({"kind": "affinity", **row} for row in rows)
         title = f"{torch.cuda.get_device_name()}, {ranks.world_size} ranks, the worst of each"
-        columns: dict[str, Column] = {"CPUs": "CPUs", **{name: (name, ".3g") for name in (*_RATES, *_TIMES)}}
+        columns: dict[str, Column] = {"CPUs": "CPUs", **{name: (name, ".3g") for name in _WORST}}
         show(table(title, columns, rows, args.markdown))
     dist.destroy_process_group()
     return 0
@@ -80,18 +81,15 @@ def _places(device: torch.device, rank: int) -> Iterator[str]:
 
 
 def _measure(ranks: Ranks) -> dict[str, Any]:
-    (link,) = measure_link([_COPY_BYTES], ranks)
+    link = measure_link(_COPY_BYTES, ranks)
     ranks.barrier()
-    return {**link, **measure_reads(ranks), **measure_pinning(), "launch_us": _microseconds_of_a_launch()}
-
-
-def _microseconds_of_a_launch() -> float:
     tensor = torch.zeros(1, device="cuda")
-    best = float("inf")
+    seconds = []
     for _ in range(5):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(_NUM_LAUNCHES):
             tensor.add_(1)
-        best = min(best, (time.perf_counter() - begin) / _NUM_LAUNCHES * 1e6)
-    return best
+        seconds.append(time.perf_counter() - begin)
+    launch_us = min(seconds) / _NUM_LAUNCHES * 1e6
+    return {**link, **measure_pinning(), "launch_us": launch_us}

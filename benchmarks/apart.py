@@ -31,18 +31,15 @@ class Ended(NamedTuple):
 def run_apart(work: Callable[..., Any], *arguments: Any, seconds: float, host_bytes: int) -> Ended:
     """Call a function in a new process, as `Apart` does, and wait for its end."""
     with Apart(work, *arguments) as process:
+        process.await_start()
         return process.run(seconds=seconds, host_bytes=host_bytes)
 
 
 class Apart:
     """A process that calls one function and returns its value; an error, or a bound that it exceeds, is a failure.
 
-    It starts, and imports, at once. A context manager that ends it.
-
-    Args:
-        work: found by its name in its module; so are the classes of what it is given and returns.
-        arguments: of the function.
-        imports: modules that it imports before it waits to be run.
+    It starts, and imports, at once. A context manager that ends it. `work`, the classes of its arguments and of what it
+    returns are found by their names in their modules; `imports` are modules that it imports before it waits to be run.
     """
 
     def __init__(self, work: Callable[..., Any], *arguments: Any, imports: Sequence[str] = ()) -> None:
@@ -52,19 +49,19 @@ class Apart:
         self._process = context.Process(target=_work, args=(other_end, work, arguments, imports), daemon=True)
         self._process.start()
         other_end.close()
-        self._has_started = False
 
     def __enter__(self) -> Apart:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.end()
+        """End the process. Idempotent."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
 
     def await_start(self) -> None:
-        """Wait until it has imported what it was told to. Idempotent."""
-        if not self._has_started:
-            self._connection.recv()
-            self._has_started = True
+        """Wait until it has imported what it was told to: once, before it is run."""
+        self._connection.recv()
 
     def run(self, *, seconds: float, host_bytes: int) -> Ended:
         """Have it call the function, once, and wait for the end.
@@ -73,33 +70,21 @@ class Apart:
             seconds: how long it may take, its start not included.
             host_bytes: how much of the host's memory the process may have resident.
         """
-        self.await_start()
-        assert self._process.pid is not None
-        running = psutil.Process(self._process.pid)
+        running, begin = psutil.Process(self._process.pid), time.monotonic()
         self._connection.send(None)
-        return _await(self._connection, running, time.monotonic(), seconds, host_bytes)
-
-    def end(self) -> None:
-        """End the process. Idempotent."""
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-
-
-def _await(connection: Connection, process: psutil.Process, begin: float, seconds: float, host_bytes: int) -> Ended:
-    while not connection.poll(_POLL_S):
-        passed = time.monotonic() - begin
-        if passed > seconds:
-            return Ended(None, f"stopped: its {seconds:.0f} s were over", passed, is_over_time=True)
-        held = process.memory_info().rss if process.is_running() else 0
-        if held > host_bytes:
-            limit = f"{host_bytes / 2**30:.0f} are allowed"
-            return Ended(None, f"stopped: it held {held / 2**30:.0f} GiB of host memory, {limit}", passed)
-    try:
-        value, failure = pickle.loads(connection.recv_bytes())
-    except EOFError:
-        value, failure = None, "its process was ended by the system"
-    return Ended(value, failure, time.monotonic() - begin)
+        while not self._connection.poll(_POLL_S):
+            passed = time.monotonic() - begin
+            if passed > seconds:
+                return Ended(None, f"stopped: its {seconds:.0f} s were over", passed, is_over_time=True)
+            held = running.memory_info().rss if running.is_running() else 0
+            if held > host_bytes:
+                limit = f"{host_bytes / 2**30:.0f} are allowed"
+                return Ended(None, f"stopped: it held {held / 2**30:.0f} GiB of host memory, {limit}", passed)
+        try:
+            value, failure = pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            value, failure = None, "its process was ended by the system"
+        return Ended(value, failure, time.monotonic() - begin)
 
 
 def _work(connection: Connection, work: Callable[..., Any], arguments: tuple[Any, ...], imports: Sequence[str]) -> None:

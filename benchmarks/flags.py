@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_METAVARS = {int: "N", float: "X"}
+
+def positive(text: str) -> int:
+    """Parse a number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def new_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -26,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]
             continue
         stated = ",".join(default) if isinstance(default, tuple) else default
         shown = "" if default is None else f" (default {stated})"
-        metavar = _METAVARS.get(kind) or ("FILE" if kind in (Path, output_file, input_file) else "VALUE")
+        metavar = {int: "N", positive: "N", float: "X", words: "A,B", str: "A,B"}.get(kind, "FILE")
         parser.add_argument(*names.split(), type=kind, default=default, metavar=metavar, help=f"{text}{shown}")
 
 

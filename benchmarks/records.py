@@ -45,11 +45,15 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
-        "core": "compiled" if offload_engine.IS_COMPILED else "pure Python",
+        "core": core_in_words(),
         "package": str(Path(offload_engine.__file__).parent),
         "commit": _commit(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
     }
+
+
+def core_in_words() -> str:
+    return "compiled" if offload_engine.IS_COMPILED else "pure Python"
 
 
 def _version(package: str) -> str | None:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +23,11 @@ from tqdm import tqdm
 START_S = 60  # for imports, whatever the tests take
 SLOWER = 10  # how many times longer than recorded the tests may take
 TEST_S = 40  # for one test
-_POLL_S = 0.02
-_IMPORTED_ONCE = (
-    *("numpy", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"),
+_IMPORTED_ONCE = [
+    *("numpy", "pytest", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"),
     *("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.profiler", "torch.testing"),
     "torch.utils.checkpoint",
-)
+]
 
 
 class Outcome(NamedTuple):
@@ -52,13 +53,6 @@ class Selection(NamedTuple):
     ends_at_first: bool = True
 
 
-class _Running(NamedTuple):
-    number: int
-    folder: tempfile.TemporaryDirectory[str]
-    started: float
-    limit_s: float
-
-
 class ForkedTests:
     """Runs pytest once for each of some items, each in a folder and a process of its own.
 
@@ -69,42 +63,56 @@ class ForkedTests:
     def __init__(self, prepare: Callable[[Any, Path], Selection], package: str) -> None:
         self._prepare = prepare
         self._package = package
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_IMPORTED_ONCE)
+        self._running: set[int] = set()  # groups of processes
 
     def run(self, items: Sequence[Any], jobs: int, limit_s: float = float("inf")) -> Iterator[tuple[int, Outcome]]:
         """Yield the position of each item and its outcome, as they end; none starts later than `limit_s`.
 
         After a Ctrl-C only those come that have ended by then.
         """
-        _import_once()
-        waiting, running, begin = list(range(len(items)))[::-1], dict[int, _Running](), time.monotonic()
+        end = time.monotonic() + limit_s
+        threads = ThreadPoolExecutor(jobs)
+        futures = {threads.submit(self._run_one, item, end): position for position, item in enumerate(items)}
         with tqdm(total=len(items), desc="mutations", unit="mutation", disable=len(items) == 1) as bar:
             try:
-                while running or (waiting and time.monotonic() - begin < limit_s):
-                    while waiting and len(running) < jobs and time.monotonic() - begin < limit_s:
-                        process, started = self._start(waiting.pop(), items)
-                        running[process] = started
-                    for process in list(running):
-                        if (outcome := _outcome(process, running[process])) is not None:
-                            bar.update()
-                            yield running.pop(process).number, outcome
-                    time.sleep(_POLL_S)
+                for future in as_completed(futures):
+                    bar.update()
+                    if (outcome := future.result()) is not None:
+                        yield futures[future], outcome
             except KeyboardInterrupt:
                 bar.write("stopped: what has not ended counts for nothing")
             finally:
-                for process in running:
-                    os.killpg(process, signal.SIGKILL)
+                threads.shutdown(wait=False, cancel_futures=True)
+                for group in list(self._running):
+                    _kill(group)
 
-    def _start(self, index: int, items: Sequence[Any]) -> tuple[int, _Running]:
-        folder = tempfile.TemporaryDirectory(prefix="mutation-")
-        copy = Path(folder.name) / "copy"
-        selection = self._prepare(items[index], copy)
-        sys.stdout.flush()
-        process = os.fork()
-        if process == 0:
-            _run_pytest(copy, self._package, selection)
-        with contextlib.suppress(PermissionError):
-            os.setpgid(process, process)  # so that it can be ended before it has come to that itself
-        return process, _Running(index, folder, time.monotonic(), START_S + SLOWER * selection.seconds)
+    def _run_one(self, item: Any, end: float) -> Outcome | None:
+        begin = time.monotonic()
+        if begin > end:
+            return None
+        with tempfile.TemporaryDirectory(prefix="mutation-", ignore_cleanup_errors=True) as folder:
+            copy = Path(folder) / "copy"
+            selection = self._prepare(item, copy)
+            limit_s = START_S + SLOWER * selection.seconds
+            process = self._context.Process(target=_run_pytest, args=(copy, self._package, selection))
+            process.start()
+            assert process.pid is not None
+            self._running.add(process.pid)
+            has_ended = bool(wait([process.sentinel], limit_s))
+            _kill(process.pid)  # and what the tests started
+            self._running.discard(process.pid)
+            seconds = time.monotonic() - begin
+            if not has_ended:
+                return Outcome("caught", f"no end within {limit_s:.0f} s", seconds)
+            output = copy.with_name("output")
+            return _outcome(output.read_text(errors="replace") if output.exists() else "", seconds)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 class _Only:
@@ -126,71 +134,50 @@ class _Only:
             pytest.exit("", returncode=pytest.ExitCode.INTERNAL_ERROR)
 
 
-def _import_once() -> None:
-    """Import, for all children, what most tests need."""
-    import torch
-
-    for name in _IMPORTED_ONCE:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # a fork next to its thread could inherit a lock that is taken
-
-
 def _run_pytest(copy: Path, package: str, selection: Selection) -> None:
-    """Run the tests in this process, and end it."""
+    """Run the tests in this process, and end it; the last line of what it writes is the status of pytest."""
+    os.setpgid(0, 0)  # so that what the tests start ends with them
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+    output = os.open(copy.parent / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)  # before an editable install of the checkout
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    sys.path.insert(0, str(copy))
+    for name in [name for name in sys.modules if name.split(".")[0] in (package, "tests", "conftest")]:
+        del sys.modules[name]  # of the checkout, where this is itself run by a test
     status = 3
     try:
-        os.setpgid(0, 0)  # so that what the tests start ends with them
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
-        output = os.open(copy.parent / "output", os.O_CREAT | os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        os.chdir(copy)
-        os.environ["PYTHONPATH"] = str(copy)  # before an editable install of the checkout
-        os.environ.pop("PYTEST_ADDOPTS", None)
-        sys.path.insert(0, str(copy))
-        for name in [name for name in sys.modules if name.split(".")[0] in (package, "tests", "conftest")]:
-            del sys.modules[name]  # of the checkout, where this is itself run by a test
+        import torch
+
+        torch.set_num_threads(1)
+        options = ["-q", "--rootdir=.", f"--timeout={TEST_S}", *(["-x"] if selection.ends_at_first else [])]
+        options += ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
         for tests in filter(None, selection.stages):
-            status = _pytest(tests, copy / package, ["-x"] if selection.ends_at_first else [])
+            files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+            status = int(pytest.main([*options, *files], plugins=[_Only(tests, copy / package)]))
             if status:
                 break
-        sys.stdout.flush()
     finally:
-        os._exit(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(1, f"\nstatus {status}\n".encode())
+        os._exit(0)
 
 
-def _pytest(tests: Iterable[str], package: Path, options: list[str]) -> int:
-    files = list(dict.fromkeys(test.split("::")[0] for test in tests))
-    options = [*options, f"--timeout={TEST_S}"]
-    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
-    return int(pytest.main(["-q", "--rootdir=.", *options, *plugins, *files], plugins=[_Only(list(tests), package)]))
-
-
-def _outcome(process: int, running: _Running) -> Outcome | None:
-    """Return how the tests of a process ended; None: they run."""
-    seconds = time.monotonic() - running.started
-    ended, status = os.waitpid(process, os.WNOHANG)
-    if not ended and seconds < running.limit_s:
-        return None
-    if not ended:
-        os.killpg(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    output = (Path(running.folder.name) / "output").read_text(errors="replace")
-    running.folder.cleanup()
-    if not ended:
-        return Outcome("caught", f"no end within {running.limit_s:.0f} s", seconds)
-    code = os.waitstatus_to_exitcode(status)
+def _outcome(output: str, seconds: float) -> Outcome:
+    ended = re.search(r"^status (\d+)$\s*\Z", output, re.MULTILINE)
+    status = int(ended[1]) if ended else None
     failed = tuple(re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE))
-    if code == 0:
+    if status == 0:
         return Outcome("survived", "", seconds)
-    if code == 1 and failed:
+    if status == 1 and failed:
         return Outcome("caught", failed[0], seconds, failed)
-    if code == 2 and "SyntaxError" not in output:  # pytest was interrupted, or a file could not be collected
+    if status == 2 and "SyntaxError" not in output:  # pytest was interrupted, or a file could not be collected
         ended_by = "an interrupt ends the tests" if "KeyboardInterrupt" in output else "it cannot be imported"
         return Outcome("caught", ended_by, seconds)
-    if code < 0:
-        return Outcome("caught", f"the process ended by signal {-code}", seconds)
+    if status is None and output:
+        return Outcome("caught", "the process was ended by a signal", seconds)
     return Outcome("error", output[-500:], seconds)

@@ -80,12 +80,12 @@ def run_batch(first: int, end: int) -> Iterator[Trial]:
 
 def _print(trials: list[Trial], failed: list[Trial]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
-    outcomes = Counter((trial.place, trial.outcome) for trial in trials)
     table = Table("interrupted", *EXPECTED, "failed")
     for place in dict.fromkeys(PLACES):
-        expected = [outcomes[place, outcome] for outcome in EXPECTED]
+        outcomes = Counter(trial.outcome for trial in trials if trial.place == place)
         num_failed = sum(trial.place == place for trial in failed)
-        table.add_row(place, *map(str, expected), str(num_failed), style="bold red" if num_failed else None)
+        numbers = *(outcomes[outcome] for outcome in EXPECTED), num_failed
+        table.add_row(place, *map(str, numbers), style="bold red" if num_failed else None)
     console.print(table)
     for trial in failed:
         console.print(escape(f"seed {trial.seed}: {trial.front_end}, {trial.device}, {trial.place}: {trial.outcome}"))

@@ -33,6 +33,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -42,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
 from forked_tests import ForkedTests, Outcome, Selection  # noqa: E402
 from mutations import Mutation, find_decisions, mutation, name_of  # noqa: E402
-from tested_lines import LinesOfTests, bring_up_to_date  # noqa: E402
+from tested_lines import LinesOfTests, lines_of_tests  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
@@ -51,7 +52,7 @@ FOLDERS = (".", "_captured", "_chunk", "_host", "_policy", "_saved")
 SAMPLE = 120
 NUM_BATCHES = 8  # of random pipelines
 NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
-RECORD = ROOT / "out/tested-lines.json.gz"
+RECORD = ROOT / "out/tested-lines"  # which tests run which lines
 _Numbered = tuple[int, Mutation]
 _Item = _Numbered | tuple[int, tuple[str, ...]]  # or tests of an unchanged copy, numbered below 0
 _KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in files of results
@@ -75,20 +76,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = _read(options.results, chosen)
         wanted = [item for item in chosen if item[0] not in known]
         wanted += [item for item in chosen if item[0] in known and known[item[0]].verdict != "caught"]
-        check = Check(snapshot, bring_up_to_date(options.record, snapshot, PACKAGE))
+        check = Check(snapshot, lines_of_tests(RECORD, snapshot, PACKAGE))
         _compile(snapshot)
         failing = check.leave_out_failing(wanted, options.jobs)
-        outcomes = {**known, **check_all(check, wanted, options)}
+        outcomes = dict(known)
+        for (index, changed), outcome in check.run(wanted, options.jobs, options.seconds):
+            assert isinstance(changed, Mutation)
+            outcomes[index] = outcome
+            if options.results is not None:
+                with options.results.open("a") as file:
+                    file.write(json.dumps({**_key(changed), "code": changed.code, **outcome._asdict()}) + "\n")
     console.print(_table([item for item in chosen if item[0] in outcomes], outcomes))
     return _sum_up(console, len(chosen), outcomes, failing)
 
 
 def _sum_up(console: Console, num_chosen: int, judged: dict[int, Outcome], failing: set[str]) -> int:
-    missed = [index for index, outcome in judged.items() if outcome.verdict != "caught"]
-    num_caught = len(judged) - len(missed)
-    console.print(f"{num_caught} of {len(judged)} mutations caught; {num_chosen - len(judged)} were not run")
+    missed = [str(index) for index, outcome in judged.items() if outcome.verdict != "caught"]
+    num_caught, num_left = len(judged) - len(missed), num_chosen - len(judged)
+    console.print(f"{num_caught} of {len(judged)} mutations caught; {num_left} were not run")
     if missed:
-        console.print(f"not caught: --only {' '.join(map(str, missed))}")
+        console.print(f"not caught: --only {' '.join(missed)}")
     if failing:
         left_out = f"left out, because they fail without any mutation: {'; '.join(failing)}"
         console.print(escape(left_out), style="bold red")
@@ -156,18 +163,6 @@ class Check:
         num_caught = self._num_caught[changed.path]
         tests = self._lines.of(str(changed.path), changed.line, changed.last_line)
         return sorted((test for test in tests if test not in self._failing), key=lambda test: -num_caught[test])
-
-
-def check_all(check: Check, chosen: Sequence[_Numbered], options: argparse.Namespace) -> dict[int, Outcome]:
-    """Run the tests for each of `chosen`; return the outcomes by number."""
-    outcomes: dict[int, Outcome] = {}
-    mutations = dict(chosen)
-    for (index, _), outcome in check.run(chosen, options.jobs, options.seconds):
-        outcomes[index], changed = outcome, mutations[index]
-        if options.results is not None:
-            with options.results.open("a") as file:
-                file.write(json.dumps({**_key(changed), "code": changed.code, **outcome._asdict()}) + "\n")
-    return outcomes
 
 
 def _read(results: Path | None, chosen: Sequence[_Numbered]) -> dict[int, Outcome]:
@@ -269,21 +264,16 @@ def _table(chosen: list[tuple[int, Mutation]], outcomes: dict[int, Outcome]) -> 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="show the mutations and stop")
-    parser.add_argument("--all", action="store_true", help="check every mutation")
-    parser.add_argument(
-        "--sample", type=int, default=SAMPLE, metavar="N", help="check the first N (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="draws the order of the decisions (default: %(default)s)")
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="check these mutations, by their number")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no mutation later than this")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="read, and append each outcome, as lines of JSON")
-    parser.add_argument(
-        "--record", type=Path, default=RECORD, metavar="FILE", help="where it is kept which tests run which lines"
-    )
-    parser.add_argument(
-        "-j", "--jobs", type=int, default=os.cpu_count() or 1, help="how many run at once (default: one for each core)"
-    )
+    add: Any = parser.add_argument
+    number = {"type": int, "metavar": "N"}
+    add("--list", action="store_true", help="show the mutations and stop")
+    add("--all", action="store_true", help="check every mutation")
+    add("--sample", **number, default=SAMPLE, help="check the first N (default: %(default)s)")
+    add("--seed", **number, default=0, help="draws the order of the decisions (default: %(default)s)")
+    add("--only", **number, nargs="+", help="check these mutations, by their number")
+    add("--seconds", type=float, default=float("inf"), help="start no mutation later than this")
+    add("--results", type=Path, metavar="FILE", help="read, and append each outcome, as lines of JSON")
+    add("-j", "--jobs", **number, default=os.cpu_count() or 1, help="how many run at once (default: one for each core)")
     return parser.parse_args(arguments)
 
 

@@ -8,26 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FILES = (
-    *("_saved/store.py", "_saved/mover.py", "_saved/eligibility.py"),
-    *(
-        "_policy/horizon.py",
-        "_policy/window.py",
-        "_policy/reactive.py",
-        "_policy/lowest_peak.py",
-        "_policy/resident.py",
-        "_policy/planned.py",
-        "_policy/shape_log.py",
-        "_policy/share.py",
-        "_policy/keeping.py",
-        "_policy/leaving.py",
-        "_policy/executor.py",
-    ),
-    *("planning/planner.py", "planning/budget.py", "planning/copy_ins.py", "planning/steps.py"),
-    *("planning/releases.py", "planning/chosen.py"),
-    *("_budget/idleness.py", "_budget/learn.py", "_budget/verify.py"),
-    *("_host/pool.py", "_host/slabs.py", "_host/extents.py", "_host/leases.py"),
-)
+_NAMES = {
+    "_saved": "store mover eligibility",
+    "_policy": "horizon window reactive lowest_peak resident planned shape_log share keeping leaving executor",
+    "planning": "planner budget copy_ins steps releases chosen",
+    "_budget": "idleness learn verify",
+    "_host": "pool slabs extents leases",
+}
+FILES = tuple(f"{folder}/{name}.py" for folder, names in _NAMES.items() for name in names.split())
 """Of the package: their decisions are changed. Those of `_observe` are not: they change what is reported only."""
 _SWAPPED: dict[type[ast.AST], str] = {
     **{ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},

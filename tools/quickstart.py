@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compares runs without offload, with it, and with a budget: a table, and a plot of where the bytes are.
+"""Compares runs without offload, with it, and within a budget: a table, and a plot of where the bytes are.
 
 python tools/quickstart.py DIRECTORY
 
@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"quickstart.py: error: cannot read the runs in {directory}: {error!r}", file=sys.stderr)
         return 1
-    tables = comparison(plain, offload), f"plot: {plot}", budget_table(plain, budget), closing(plain, offload)
-    Console().print(*tables, sep="\n")
+    Console().print(comparison(plain, offload, budget), f"plot: {plot}", closing(plain, offload), sep="\n")
     return 0 if has_same_losses(plain, offload) and has_same_losses(plain, budget) else 1
 
 
@@ -57,44 +56,39 @@ def load(path: Path) -> list[Step]:
     return steps
 
 
-def comparison(plain: list[Step], offload: list[Step]) -> Table:
-    """Make the table of the two runs; figures of memory are of the last step, which the plot shows."""
-    table = _table(
-        f"{len(plain)} training steps, without and with activation offload", "no offload", "offload", "change"
-    )
-    num_equal = sum(map(eq, _losses(plain), _losses(offload)))
-    verdict = "[green]yes[/]" if has_same_losses(plain, offload) else "[bold red]NO[/]"
-    table.add_row("losses equal to the last bit", "", f"{num_equal} of {len(plain)}", verdict)
-    before, after = _step_ms(plain), _step_ms(offload)
-    table.add_row("step time", f"{before:,.0f} ms", f"{after:,.0f} ms", f"{after / before - 1:+.1%}")
-    titles = {"resident saved bytes, peak": _peak_resident, "process memory (RSS), peak": lambda r: r["rss_peak_bytes"]}
-    for title, figure in titles.items():
-        for rank, ranks in enumerate(zip(plain[-1]["ranks"], offload[-1]["ranks"], strict=True)):
-            before, after = map(figure, ranks)
-            table.add_row(f"{title}, rank {rank}", _mib(before), _mib(after), f"{after / before - 1:+.0%}")
-    for way in ("out", "in"):
-        table.add_row(f"copied {way} in a step", "", _mib(offload[-1]["offload"][f"copied_{way}_bytes"]), "")
-    if late := sum(step["offload"]["prefetch_misses"] for step in offload):
-        table.add_row("came back late, in all steps", "", f"{late} tensors", "")
-    return table
-
-
-def budget_table(plain: list[Step], budget: list[Step]) -> Table:
-    """Make the table of the run that was given nothing but a budget: what it predicted, and what was measured."""
-    last = budget[-1]
-    plans = [rank["offload"]["plan"] for rank in last["ranks"]]
+def comparison(plain: list[Step], offload: list[Step], budget: list[Step]) -> Table:
+    """Make the table of the three runs; figures of memory are of the last step, which the plot shows."""
+    plans = [rank["offload"]["plan"] for rank in budget[-1]["ranks"]]
     decided = [plan for plan in plans if plan is not None]
-    title = f"with a budget of {_mib(decided[0]['budget_bytes'])} a rank, and no other setting" if decided else "budget"
-    table = _table(title, "no offload", "predicted", "measured")
-    verdict = "[green]equal[/]" if has_same_losses(plain, budget) else "[bold red]NOT EQUAL[/]"
-    table.add_row("losses to the last bit", f"{plain[-1]['loss']:.6f}", "", verdict)
-    predicted_ms = max((plan["predicted_step_ms"] for plan in decided), default=0.0)
-    table.add_row("step time", *(f"{ms:,.0f} ms" for ms in (_step_ms(plain), predicted_ms, last["step_ms"])))
-    for rank, (plan, before, after) in enumerate(zip(plans, plain[-1]["ranks"], last["ranks"], strict=True)):
-        predicted = "no plan" if plan is None else _mib(plan["predicted_peak_bytes"])
-        sizes = _mib(_peak_resident(before)), predicted, _mib(_peak_resident(after))
-        table.add_row(f"resident saved bytes, peak, rank {rank}", *sizes)
+    table = Table("", title=f"{len(plain)} training steps", title_justify="left")
+    size = f" of {_mib(decided[0]['budget_bytes'])} a rank" if decided else ": no plan"
+    for column in ("no offload", "offload", f"a budget{size}, and no other setting"):
+        table.add_column(column, justify="right")
+
+    def add(title: str, form: Callable[[float], str], figures: Iterable[float], predicted: float | None = None) -> None:
+        before, *others = figures
+        with_change = [f"{form(after)} ({after / before - 1:+.0%})" for after in others]
+        with_change[-1] += "" if predicted is None else f"\n{form(predicted)} predicted"
+        table.add_row(title, form(before), *with_change)
+
+    equal = [f"[{style}]{word}[/]" for style, word in map(_verdict, (plain, plain), (offload, budget))]
+    table.add_row("losses equal to the last bit", "", *equal)
+    predicted_ms = max((plan["predicted_step_ms"] for plan in decided), default=None)
+    add("step time", "{:,.0f} ms".format, (_step_ms(plain), _step_ms(offload), budget[-1]["step_ms"]), predicted_ms)
+    for rank, ranks in enumerate(zip(*(run[-1]["ranks"] for run in (plain, offload, budget)), strict=True)):
+        predicted = None if plans[rank] is None else plans[rank]["predicted_peak_bytes"]
+        add(f"saved bytes on the device, peak, rank {rank}", _mib, map(_peak_resident, ranks), predicted)
+        add(f"process memory (RSS), peak, rank {rank}", _mib, (one["rss_peak_bytes"] for one in ranks))
+    for way in ("out", "in"):
+        sizes = (_mib(run[-1]["offload"][f"copied_{way}_bytes"]) for run in (offload, budget))
+        table.add_row(f"copied {way} in a step", "", *sizes)
+    late = (sum(step["offload"]["prefetch_misses"] for step in run) for run in (offload, budget))
+    table.add_row("came back late, in all steps", "", *(f"{number} tensors" for number in late))
     return table
+
+
+def _verdict(plain: list[Step], run: list[Step]) -> tuple[str, str]:
+    return ("green", "yes") if has_same_losses(plain, run) else ("bold red", "NOT EQUAL")
 
 
 def closing(plain: list[Step], offload: list[Step]) -> str:
@@ -126,13 +120,6 @@ def _peak_resident(rank: dict[str, Any]) -> int:
 
 def _mib(nbytes: float) -> str:
     return f"{nbytes / MIB:,.0f} MiB"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table("", title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
 
 
 def draw(timelines: dict[str, Path], path: Path) -> None:

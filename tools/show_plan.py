@@ -4,7 +4,7 @@
 
 python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 [--rank R]
 
-F1.3 is the forward of virtual stage 1 for microbatch 3, B1.3 its backward. The number below an action is how many
+F1.3 is the forward of virtual stage 1 for microbatch 3, B1.3 its backward. The number behind an action is how many
 chunks wait then: their forward is done, their backward is not, so their activations are alive.
 
 With --moves also which groups are copied out, released and copied in at which boundary of the step:
@@ -45,7 +45,6 @@ from offload_engine.sizes import bytes_flag, parse_bytes
 
 STYLES = {"F": "cyan", "B": "magenta"}
 TRACKS = {"compute": "C0", "wait": "C3", "copy-out": "C1", "copy-in": "C2"}
-NARROW_COLUMNS = 19  # of a terminal: the other two columns and all borders
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,20 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     console = Console()
     title = f"{options.pp} pipeline stages, {options.vpp or 1} virtual stages each, {options.microbatches} microbatches"
-    console.print(order_table(orders, title, console.width))
+    table = Table("rank", "order, and how many chunks are alive then", "most", title=title, show_lines=True)
+    for rank, actions in orders.items():
+        table.add_row(str(rank), order_text(actions), str(max(count_alive(actions))))
+    console.print(table)
     for rank in ranks if options.moves else ():
         console.print(Text(f"# rank {rank}\n{format_plan(plans[rank])}"), soft_wrap=True)  # as `parse_plan` reads it
-    simulation = None
-    if job is not None and any(
-        group.forward_ms for rank in job.ranks for shape in rank.shapes for group in shape.groups
-    ):
+    if job is not None and any(group.forward_ms for group in job.ranks[0].shapes[0].groups):
         simulation = simulate(job, plans)
         console.print(outcome_table(simulation))
-    if options.png is not None:
-        if simulation is None:
-            parser.error("--png draws what is simulated: it needs --moves, and milliseconds in --names")
-        draw_timeline(simulation, ranks, title, options.png)
-        console.print(f"plot: {options.png}", soft_wrap=True)
+        if options.png is not None:
+            draw_timeline(simulation, ranks, title, options.png)
+    elif options.png is not None:
+        parser.error("--png draws what is simulated: it needs --moves, and milliseconds in --names")
     return 0
 
 
@@ -122,30 +120,11 @@ def make_order(options: argparse.Namespace, rank: int) -> list[Action]:
     return one_forward_one_backward(options.pp, rank, options.microbatches)
 
 
-def order_table(orders: dict[int, list[Action]], title: str, width: int) -> Table:
-    """Make a table with one row a rank; actions in lines that fit into `width` columns of a terminal."""
-    table = Table(title=title, title_justify="left", show_lines=True)
-    table.add_column("rank", justify="right")
-    table.add_column("order, and below how many chunks are alive", no_wrap=True)
-    table.add_column("most", justify="right")
-    for rank, actions in orders.items():
-        table.add_row(str(rank), order_text(actions, width - NARROW_COLUMNS), str(max(count_alive(actions))))
-    return table
-
-
-def order_text(actions: Sequence[Action], width: int) -> Text:
-    """Write lines of actions, each above a line of how many chunks are alive after them."""
-    words = [format_actions([action]) for action in actions]
-    alive = count_alive(actions)
-    cell = max(map(len, words)) + 1
-    per_line = max(1, (width + 1) // cell)
-    lines: list[Text] = []
-    for first in range(0, len(actions), per_line):
-        line = slice(first, first + per_line)
-        pairs = zip(words[line], actions[line], strict=True)
-        lines.append(Text.assemble(*((word.ljust(cell), STYLES[action.kind]) for word, action in pairs)))
-        lines.append(Text("".join(str(count).ljust(cell) for count in alive[line]), "dim"))
-    return Text("\n").join(lines)
+def order_text(actions: Sequence[Action]) -> Text:
+    """Write the actions, each with the number of chunks that are alive after it."""
+    pairs = zip(actions, count_alive(actions), strict=True)
+    words = [((format_actions([action]), STYLES[action.kind]), (f":{count} ", "dim")) for action, count in pairs]
+    return Text.assemble(*(part for word in words for part in word))
 
 
 def plan_moves(options: argparse.Namespace) -> tuple[PipelineJob, list[Plan]]:
@@ -195,9 +174,8 @@ def parse_group(text: str, layer: int) -> GroupShape:
 
 def outcome_table(simulation: Simulation) -> Table:
     """Make a table with one row a rank: how long it takes, where it waits, and its bytes."""
-    table = Table(title=f"simulated step: {simulation.milliseconds:.1f} ms", title_justify="left")
-    for column in ("rank", "ms", "waits ms", "device MiB", "host MiB", "copied out MiB"):
-        table.add_column(column, justify="right")
+    names = ("rank", "ms", "waits ms", "device MiB", "host MiB", "copied out MiB")
+    table = Table(*names, title=f"simulated step: {simulation.milliseconds:.1f} ms")
     for rank, outcome in enumerate(simulation.ranks):
         counters = outcome.counters
         sizes = counters.peak_resident_bytes, counters.peak_host_bytes, counters.copied_out_bytes

@@ -7,11 +7,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flags import add_flags, input_file, new_parser
+from benchmarks.flags import add_flags, input_file, new_parser, positive
 from benchmarks.frontends.settings import TINY, Shape, add_model_flags, default_layers
 
 from .report import plot, print_length
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.device == "cuda" and not torch.cuda.is_available():
         print("this benchmark needs a GPU; --device cpu --tiny tries the program without one", file=sys.stderr)
         return 2
-    return _Run(settings).execute()
+    return run(settings)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,9 +46,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_flags(
         parser,
         ("--layers", int, None, "of the model (12 at 4096 tokens, 4 at 32768)"),
-        ("--budgets", int, 5, "from the floor to no offload"),
-        ("--iters", int, 3, "timed steps of a turn"),
-        ("--warmup", int, 2, "steps before them, of settings by hand"),
+        ("--budgets", positive, 5, "from the floor to no offload"),
+        ("--iters", positive, 3, "timed steps of a turn"),
+        ("--warmup", positive, 2, "steps before them, of settings by hand"),
         ("--seconds", float, 190.0, "no turn begins later, each length has its share; what was left out is said"),
         ("--json", Path, None, "write the results, after each turn"),
         ("--plot", Path, None, "draw throughput over memory"),
@@ -56,8 +56,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         ("--markdown", bool, False, "print the tables as Markdown"),
     )
     args = parser.parse_args(arguments)
-    if min(args.budgets, args.iters, args.warmup) < 1:
-        parser.error("--budgets, --iters and --warmup must be at least 1")
     if args.draw and not args.plot:
         parser.error("--draw FILE draws into the file of --plot: give it")
     lengths = args.seq or ((64,) if args.tiny else (4096, 32768))
@@ -66,70 +64,67 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class _Run:
-    """All settings at all lengths in one process; the results are written after each turn."""
+def run(settings: argparse.Namespace) -> int:
+    """Run all settings at all lengths in this process; the results are written after each turn."""
+    import torch
 
-    def __init__(self, settings: argparse.Namespace) -> None:
-        import torch
+    from benchmarks.records import provenance
 
-        from benchmarks.records import provenance
+    begin = time.perf_counter()
+    name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
+    lengths: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"run": {**provenance(_PACKAGES), "device": name}, "lengths": lengths}
 
-        self._settings = settings
-        self._begin = time.perf_counter()
-        name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
-        self._found: dict[str, Any] = {"run": {**provenance(_PACKAGES), "device": name}, "lengths": []}
+    def write() -> None:
+        found["run"]["seconds"] = time.perf_counter() - begin
+        if settings.json:
+            settings.json.write_text(json.dumps(found, indent=1) + "\n")
 
-    def execute(self) -> int:
-        settings, lengths = self._settings, self._found["lengths"]
-        for index, shape in enumerate(settings.shapes):
-            left = settings.seconds - (time.perf_counter() - self._begin)
-            self._measure(shape, time.perf_counter() + left / (len(settings.shapes) - index))
-        self._found["run"]["seconds"] = time.perf_counter() - self._begin
-        self._write()
-        for length in lengths:
-            print_length(length, settings.markdown)
-        if settings.plot:
-            plot(lengths, settings.plot)
-        return int(any(turn["failure"] for length in lengths for turn in length["turns"] if turn["budget_bytes"]))
+    for index, shape in enumerate(settings.shapes):
+        left = settings.seconds - (time.perf_counter() - begin)
+        lengths.append({"seq": shape.seq, "layers": shape.layers, "turns": [], "left_out": []})
+        deadline = time.perf_counter() + left / (len(settings.shapes) - index)
+        _measure(settings, shape, lengths[-1], deadline, write)
+    for length in lengths:
+        print_length(length, settings.markdown)
+    if settings.plot:
+        plot(lengths, settings.plot)
+    return int(any(turn["failure"] for length in lengths for turn in length["turns"] if turn["budget_bytes"]))
 
-    def _measure(self, shape: Shape, deadline: float) -> None:
-        from tqdm import tqdm
 
-        from .by_hand import layers, settings_by_hand
-        from .measure import TrainedWorkload, Turns
+def _measure(
+    settings: argparse.Namespace, shape: Shape, length: dict[str, Any], deadline: float, write: Callable[[], None]
+) -> None:
+    from tqdm import tqdm
 
-        settings = self._settings
-        workload = TrainedWorkload(shape, settings.device)
-        turns = Turns(workload, settings.warmup, settings.iters)
-        by_hand = settings_by_hand(settings.device, workload)
-        length: dict[str, Any] = {"seq": shape.seq, "layers": shape.layers, "turns": [], "left_out": []}
-        self._found["lengths"].append(length)
-        with tqdm(total=len(by_hand) + settings.budgets, unit="turn", desc=f"{shape.seq:,} tokens") as bar:
+    from .by_hand import layers, settings_by_hand
+    from .measure import TrainedWorkload, Turns
 
-            def take(name: str, nbytes: int | None) -> dict[str, Any]:
-                bar.set_postfix_str(name)
-                attach = by_hand[name] if nbytes is None else layers(settings.device, gpu_budget=nbytes)
-                # What a failure leaves behind would count as memory of the next one.
-                is_over = time.perf_counter() > deadline or any(turn["failure"] for turn in length["turns"])
-                found = {"failure": "left out"} if is_over else turns.run(name, attach, nbytes)
-                length["left_out" if is_over else "turns"].append(name if is_over else found)
-                self._write()
-                bar.update()
-                return found
+    workload = TrainedWorkload(shape, settings.device)
+    turns = Turns(workload, settings.warmup, settings.iters)
+    by_hand = settings_by_hand(settings.device, workload)
+    with tqdm(total=len(by_hand) + settings.budgets, unit="turn", desc=f"{shape.seq:,} tokens") as bar:
 
-            ends = [take(name, None) for name in _FIRST]
-            rest = [(name, None) for name in by_hand if name not in _FIRST]
-            budgets = []
-            if not any(end["failure"] for end in ends):
-                most, least = (end["held_bytes"] for end in ends)
-                sizes = budgets_between(least, most, settings.budgets)
-                budgets = [(f"budget {nbytes >> 20:,} MiB", nbytes) for nbytes in sizes]
-            for name, nbytes in alternately(budgets, rest):
-                take(name, nbytes)
+        def take(name: str, nbytes: int | None) -> dict[str, Any]:
+            bar.set_postfix_str(name)
+            attach = by_hand[name] if nbytes is None else layers(settings.device, gpu_budget=nbytes)
+            # What a failure leaves behind would count as memory of the next one.
+            is_over = time.perf_counter() > deadline or any(turn["failure"] for turn in length["turns"])
+            found = {"failure": "left out"} if is_over else turns.run(name, attach, nbytes)
+            length["left_out" if is_over else "turns"].append(name if is_over else found)
+            write()
+            bar.update()
+            return found
 
-    def _write(self) -> None:
-        if self._settings.json:
-            self._settings.json.write_text(json.dumps(self._found, indent=1) + "\n")
+        ends = [take(name, None) for name in _FIRST]
+        rest: list[tuple[str, int | None]] = [(name, None) for name in by_hand if name not in _FIRST]
+        budgets: list[tuple[str, int | None]] = []
+        if not any(end["failure"] for end in ends):
+            most, least = (end["held_bytes"] for end in ends)
+            sizes = budgets_between(least, most, settings.budgets)
+            budgets = [(f"budget {nbytes >> 20:,} MiB", nbytes) for nbytes in sizes]
+        for name, nbytes in alternately(budgets, rest):
+            take(name, nbytes)
 
 
 def budgets_between(least: int, most: int, num: int) -> list[int]:

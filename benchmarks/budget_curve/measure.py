@@ -14,9 +14,7 @@ from benchmarks.apart import describe
 from benchmarks.frontends.jobs import deterministic
 from benchmarks.frontends.workload import Attach, Attached, Workload
 from benchmarks.gradients import Fingerprint, compare, fingerprint
-from offload_engine.engine import OffloadEngine
 
-_HELD: Final = "HOLD"
 _MAX_STEPS: Final = 16
 """Until a plan holds."""
 
@@ -61,50 +59,43 @@ class Turns:
         return record
 
     def _take(self, attached: Attached, record: dict[str, Any]) -> None:
-        engine: OffloadEngine | None = attached.engine
-        if record["budget_bytes"] is None:
+        budget = None if attached.engine is None else attached.engine.budget
+        if budget is None:
             for _ in range(self._warmup):
                 self._workload.timed_step(attached)
         else:
-            assert engine is not None
-            record.update(self._plan(attached, engine))
+            record.update(self._plan(attached, budget))
         if self._workload.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        timings, held = [], []
-        for _ in range(self._iters):
-            timings.append(self._workload.timed_step(attached).step_ms)
-            held.append(self._held_bytes(attached))
-        record |= {"step_ms": timings, "held_bytes": max(held), **self._allocator()}
+        steps = [(self._workload.timed_step(attached).step_ms, self._held_bytes(attached)) for _ in range(self._iters)]
+        record |= {"step_ms": [ms for ms, _ in steps], "held_bytes": max(held for _, held in steps)}
+        if self._workload.is_cuda:
+            record |= {"reserved_bytes": torch.cuda.max_memory_reserved()}
+            record |= {"allocated_bytes": torch.cuda.max_memory_allocated()}
         if (stats := attached.stats()) is not None:
             record["moved_bytes"] = stats.copied_out_bytes
-        if engine is not None and engine.budget is not None:
-            record |= _summary(engine) | {"host_ms": engine.budget.planning_ms}
-        record["parity"] = self._compare(attached)
-
-    def _plan(self, attached: Attached, engine: OffloadEngine) -> dict[str, Any]:
-        """Run steps until a plan holds; return what it took, and the first prediction beside its measured step."""
-        controller = engine.budget
-        assert controller is not None
-        steps: list[dict[str, Any]] = []
-        while controller.state.name != _HELD and len(steps) < _MAX_STEPS:
-            milliseconds = self._workload.timed_step(attached).step_ms
-            found = {"state": controller.state.name, "step_ms": milliseconds, "held_bytes": self._held_bytes(attached)}
-            steps.append(found | (_summary(engine) if controller.summary is not None else {}))
-        planned = [step for step in steps if "predicted_bytes" in step]
-        first = planned[0] if planned else {}
-        return {
-            "steps": steps,
-            "steps_until_held": sum(step["state"] != _HELD for step in steps),
-            "first_predicted_bytes": first.get("predicted_bytes"),
-            "first_held_bytes": first.get("held_bytes"),
-        }
-
-    def _compare(self, attached: Attached) -> dict[str, Any]:
+        if budget is not None:
+            record |= _summary(budget) | {"host_ms": budget.planning_ms}
         with deterministic():
             loss = self._workload.step(attached)
         found = fingerprint(self._workload.gradients(), [loss])
         self._reference = self._reference or found
-        return compare(self._reference, found).as_record()
+        record["parity"] = compare(self._reference, found).as_record()
+
+    def _plan(self, attached: Attached, budget: Any) -> dict[str, Any]:
+        """Run steps until a plan holds; return what it took, and the first prediction beside its measured step."""
+        steps: list[dict[str, Any]] = []
+        while budget.state.name != "HOLD" and len(steps) < _MAX_STEPS:
+            step_ms = self._workload.timed_step(attached).step_ms
+            found = {"state": budget.state.name, "step_ms": step_ms, "held_bytes": self._held_bytes(attached)}
+            steps.append(found | _summary(budget))
+        first = next((step for step in steps if "predicted_bytes" in step), {})
+        return {
+            "steps": steps,
+            "steps_until_held": sum(step["state"] != "HOLD" for step in steps),
+            "first_predicted_bytes": first.get("predicted_bytes"),
+            "first_held_bytes": first.get("held_bytes"),
+        }
 
     def _release(self) -> None:
         gc.collect()
@@ -119,19 +110,9 @@ class Turns:
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
 
-    def _allocator(self) -> dict[str, int]:
-        if not self._workload.is_cuda:
-            return {}
-        return {
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
-        }
 
-
-def _summary(engine: OffloadEngine) -> dict[str, Any]:
-    assert engine.budget is not None
-    summary = engine.budget.summary
-    if summary is None:
+def _summary(budget: Any) -> dict[str, Any]:
+    if budget.summary is None:
         return {}
     names = {"predicted_peak_bytes": "predicted_bytes", "predicted_step_ms": "predicted_ms"}
-    return {names.get(name, name): value for name, value in asdict(summary).items() if name != "budget_bytes"}
+    return {names.get(name, name): value for name, value in asdict(budget.summary).items() if name != "budget_bytes"}

@@ -88,7 +88,7 @@ def measure_link() -> dict[str, Any]:
     from benchmarks.gpu import machine
 
     alone: Any = SimpleNamespace(rank=0, barrier=lambda: None)
-    return machine.measure_link([_LINK_BYTES], alone)[0]
+    return machine.measure_link(_LINK_BYTES, alone)
 
 
 def measure_recording(settings: Namespace, lengths: tuple[int, ...]) -> list[dict[str, Any]]:

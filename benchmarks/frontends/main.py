@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 import sys
 import time
@@ -18,11 +16,11 @@ from benchmarks.apart import Ended, run_apart
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
+from .link_bound import layer_flops, link_bound, longest_possible
+from .longest import Search, predict, predict_seconds
 from .settings import CHECKPOINTED, NEED_GPU, OURS, engine_host_bytes, parse
 
 _PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
-# Of a run and the one that it goes on with.
-_SAME = ("shape", "documents", "longest_unit", "engine", "group_bytes", "device_name", "versions")
 _PATIENCE = 2.0  # a trial may take so many times what was predicted: pinning and retries of the allocator vary
 _START_S = 30.0  # for the model of a process
 _LEAST_S = 60.0 + _START_S
@@ -48,11 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.failure:
         print(f"no GPU: {device.failure}; --device cpu --tiny tries the program without one", file=sys.stderr)
         return 2
-    run = Run(settings, device.value)
-    if settings.resume and (other := run.difference()):
-        print(f"--resume {settings.resume} is of another run: {other}", file=sys.stderr)
-        return 2
-    return run.execute()
+    return Run(settings, device.value).execute()
 
 
 class Run:
@@ -65,37 +59,28 @@ class Run:
         self._begin = time.perf_counter()
         self._records = Records(settings.json)
         self._failed: set[str] = set()
-        self._device_bytes = device["free_bytes"]
-        plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, tuple, dict))}
-        shape = dataclasses.asdict(settings.shape)
-        self._description: Record = {"kind": "run", **provenance(_PACKAGES), **plain, "shape": shape, **device}
-        lines = settings.resume.read_text().splitlines(keepends=True) if settings.resume else []
-        self._earlier = [json.loads(line) for line in lines if line.endswith("\n")]  # half a line: killed
+        self._device = device
         self._bar = tqdm(unit="process")
-
-    def difference(self) -> str | None:
-        """Find in what the earlier run was another experiment than this one; None: it was not."""
-        runs = [record for record in self._earlier if record["kind"] == "run"]
-        now = json.loads(json.dumps(self._description))
-        for record, name in ((record, name) for record in runs for name in _SAME):
-            if record.get(name) != now.get(name):
-                return f"{name} was {record.get(name)}, and is {now.get(name)}"
-        return None if runs else "it does not say of which"
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
-        from .report import tables
+        from .report import plot_trade, tables
 
-        self._records.write([self._description])
-        if self._settings.longest:
+        settings = self._settings
+        plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, tuple, dict))}
+        run = {"kind": "run", **provenance(_PACKAGES), **plain, "shape": vars(settings.shape), **self._device}
+        self._records.write([run])
+        if settings.longest:
             self._search_longest()
-        elif self._settings.recording:
+        elif settings.recording:
             self._measure_recording()
         else:
             self._measure()
         self._bar.close()
         self._records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
-        show(*tables(self._title(), self._records, self._settings.markdown))
+        if settings.plot:
+            plot_trade(self._records, settings.plot)
+        show(*tables(self._title(), self._records, settings.markdown))
         return 1 if self._failed & OURS else 0
 
     def _apart(self, name: str, seconds: float, *work: Any) -> Ended:
@@ -110,9 +95,12 @@ class Run:
     def _present(self) -> list[str]:
         """Return the contenders that can take part, as far as that is known before they are imported."""
         absent = [n for n in self._settings.contenders if self._settings.device == "cpu" and n in NEED_GPU]
-        reason = "it makes CUDA streams: it needs a GPU"
-        self._records.write({"kind": "missing", "label": name, "reason": reason} for name in absent)
+        for name in absent:
+            self._note_missing(name, "it makes CUDA streams: it needs a GPU")
         return [name for name in self._settings.contenders if name not in absent]
+
+    def _note_missing(self, name: str, reason: str) -> None:
+        self._records.write([{"kind": "missing", "label": name, "reason": reason}])
 
     def _is_missing(self, name: str, ended: Ended) -> bool:
         """Record a failure; tell whether the contender was not there at all."""
@@ -120,13 +108,13 @@ class Run:
         if ended.failure:
             self._failed.add(name)
         if kind == "Missing":
-            self._records.write([{"kind": "missing", "label": name, "reason": reason}])
+            self._note_missing(name, reason)
         return kind == "Missing"
 
     # ---- step time and memory ----
 
     def _measure(self) -> None:
-        from .report import plot_trade, summarize
+        from .report import summarize
 
         names = self._present()
         reference = None
@@ -136,8 +124,6 @@ class Run:
                     reference = self._turn(name, number, reference)
         self._records.write(summarize(self._records))
         self._records.write(self._bounds(names))
-        if self._settings.plot:
-            plot_trade(self._records, self._settings.plot)
 
     def _turn(self, name: str, number: int, reference: Any) -> Any:
         """Run one turn; return what others are compared with, of the first turn without offload."""
@@ -163,17 +149,14 @@ class Run:
     def _bounds(self, names: Sequence[str]) -> list[Record]:
         """Compute what the link allows of what is saved, plain and with checkpointing; without a GPU there is none."""
         from . import jobs
-        from .link_bound import link_bound
 
         summaries = {r["label"]: r for r in self._records.of("summary") if r["step_ms_median"]}
         labels = [name for name in ("none", "ckpt") if name in summaries and self._settings.device == "cuda"]
-        if not labels:
-            return []
-        link = self._apart("link", 120.0, jobs.measure_link).value
+        link: Any = self._apart("link", 120.0, jobs.measure_link).value if labels else None
         found = []
-        for name in labels:
+        for name in labels if link else []:
             nbytes = self._apart(f"{name}, saved bytes", 120.0, jobs.saved_bytes, self._settings, name).value
-            if link and nbytes:
+            if nbytes:
                 forward, step = summaries[name]["forward_ms"], summaries[name]["step_ms_median"]
                 kept = nbytes // self._settings.shape.layers  # the last layer's
                 bound = link_bound(nbytes, kept, forward, step - forward, link["out_gbps"], link["in_gbps"])
@@ -192,20 +175,15 @@ class Run:
     # ---- the longest sequence ----
 
     def _search_longest(self) -> None:
-        from .report import plot_longest
-
         # What matters most comes first: those at the end have what time is left.
         order = sorted(self._present(), key=lambda name: (name != "none", name not in CHECKPOINTED, name not in OURS))
         end = self._begin + self._settings.total_seconds
         for name in order:
             self._longest(name, min(end, time.perf_counter() + self._settings.contender_seconds))
-        if self._settings.plot:
-            plot_longest(self._records, self._settings.plot)
 
     def _longest(self, name: str, deadline: float) -> None:
         """Search the longest of one contender; no trial begins that would, by prediction, be over too late."""
         from . import jobs
-        from .longest import Search, predict_seconds
 
         settings, begin = self._settings, time.perf_counter()
         unit, upper = settings.longest_unit, self._upper(name)
@@ -218,9 +196,8 @@ class Run:
             self._records.write([{**record, "reason": ended.failure, "seconds": ended.seconds}])
             return
         _, one, other = ended.value  # kernels are selected in the first
-        known = {r["seq"]: r["reason"] is None for r in self._earlier if r["kind"] == "trial" and r["label"] == name}
-        search = Search(self._guess(name, one, other, upper), unit, upper, {**known, unit: True})
-        record["guess"] = search.first
+        search = Search(self._guess(name, one, other, upper), unit, upper)
+        record["guess"] = search.next_seq
         best, reason = one, None
         while not search.is_final:
             seq = search.next_seq
@@ -234,7 +211,6 @@ class Run:
             reason = ended.failure or reason
             if ended.is_over_time:
                 break
-            self._records.write([{"kind": "trial", "label": name, "seq": seq, "reason": ended.failure}])
             best = ended.value[0] if ended.value else best
             search.note(ended.failure is None)
         record |= {"trained": search.trained, "failed": search.failed, "is_final": search.is_final, "reason": reason}
@@ -242,34 +218,23 @@ class Run:
         self._records.write([{**record, "seconds": time.perf_counter() - begin}])
 
     def _guess(self, name: str, one: Any, other: Any, upper: int) -> int:
-        from .longest import Limits, predict
-
-        if not self._device_bytes:
-            return upper
-        stays, host_bytes = name in OURS, self._settings.host_bytes
-        host_bytes = engine_host_bytes(self._settings) if stays else host_bytes
-        limits = Limits(device_bytes=self._device_bytes, host_bytes=host_bytes, upper=upper, stays_on_device=stays)
-        return predict(one, other, limits)
+        device_bytes, stays = self._device["free_bytes"], name in OURS
+        host_bytes = engine_host_bytes(self._settings) if stays else self._settings.host_bytes
+        return predict(one, other, device_bytes, host_bytes, upper, stays) if device_bytes else upper
 
     def _flops(self, seq: int) -> float:
-        from .link_bound import layer_flops
-
         length = self._settings.documents or seq
         return seq // length * layer_flops(self._settings.shape, length)
 
     def _upper(self, name: str) -> int:
-        from .link_bound import longest_possible
-
-        settings = self._settings
-        if settings.longest_upper:
-            return int(settings.longest_upper)
-        if self._device_bytes is None:
+        settings, device_bytes = self._settings, self._device["free_bytes"]
+        if device_bytes is None:
             return int(8 * settings.longest_unit)
-        return longest_possible(settings.shape, self._device_bytes, settings.host_bytes, name in CHECKPOINTED)
+        return longest_possible(settings.shape, device_bytes, settings.host_bytes, name in CHECKPOINTED)
 
     def _title(self) -> str:
         shape = self._settings.shape
         length = "" if self._settings.longest or self._settings.recording else f", {shape.seq:,} tokens"
         if self._settings.documents:
             length += f", attention within documents of {self._settings.documents:,}"
-        return f"{shape.layers} layers of hidden {shape.hidden}{length}, {self._description['device_name']}"
+        return f"{shape.layers} layers of hidden {shape.hidden}{length}, {self._device['device_name']}"

@@ -17,7 +17,6 @@ from typing import Any
 from offload_engine import enable_activation_offloading
 
 from .contenders import Ours
-from .settings import RECORDED_PARTS
 from .workload import Attached, Workload
 
 LENGTHS = (4096, 8192, 16384)
@@ -30,7 +29,7 @@ def measure(workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: in
     """Run all kinds in turn, `rounds` times for each length; give a record for each length and part."""
     for seq in lengths:
         workload.set_length(seq)
-        found: dict[str, list[float]] = {part: [] for part in RECORDED_PARTS}
+        found: dict[str, list[float]] = {}
         handle = enable_activation_offloading(workload.model, "none", config=ours.config)
         try:
             _run(workload, handle)  # allocates host memory
@@ -38,7 +37,7 @@ def measure(workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: in
                 _take_turns(workload, handle, found)
         finally:
             handle.remove()
-        plain = statistics.median(found["none"])
+        plain = statistics.median(found["no step recorded"])
         for part, times in found.items():
             median = statistics.median(times)
             figures = {"step_ms": times, "step_ms_median": median, "added_ms": median - plain, "ratio": median / plain}
@@ -46,16 +45,20 @@ def measure(workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: in
 
 
 def _take_turns(workload: Workload, handle: Any, found: dict[str, list[float]]) -> None:
-    found["none"] += _run(workload, handle)[1:]
-    found["each"] += _run(workload, handle, range(_NUM_STEPS))[1:]
-    for part, has_file in (("one", False), ("file", True)):
+    def note(part: str, times: Sequence[float]) -> None:
+        found.setdefault(part, []).extend(times)
+
+    note("no step recorded", _run(workload, handle)[1:])
+    note("each step recorded", _run(workload, handle, range(_NUM_STEPS))[1:])
+    for file in (None, "step.json.gz"):
         with TemporaryDirectory() as folder:
-            times = _run(workload, handle, [_RECORDED], Path(folder) / "step.json.gz" if has_file else None)
+            times = _run(workload, handle, [_RECORDED], Path(folder) / file if file else None)
             for thread in threading.enumerate():  # the next run begins when the file is written
                 if thread.name == "offload-trace":
                     thread.join()
-        found[part].append(times[_RECORDED])
-        found[f"behind_{part}"].append(times[_RECORDED + 1])
+        what = "with a file" if file else "without a file"
+        note(f"one step recorded, {what}", times[_RECORDED : _RECORDED + 1])
+        note(f"the step behind it, {what}", times[_RECORDED + 1 : _RECORDED + 2])
 
 
 def _run(workload: Workload, handle: Any, recorded: Sequence[int] = (), file: Path | None = None) -> list[float]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.tables import Column, Record, picture, plot_points, shown, table
+from benchmarks.tables import Column, Record, plot_points, shown, table
 
-from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
+from .settings import CHECKPOINTED, CONTENDERS, OURS
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
 
@@ -81,16 +81,6 @@ _STEPS: dict[str, Column] = {
     "RSS": ("host_rss_bytes", "MiB"),
     "bitwise": lambda s: f"{s['num_differing']} differ" if s["num_differing"] else shown(s["is_bitwise_equal"]),
 }
-_COPIES: dict[str, Column] = {
-    "contender": _name,
-    "out MiB": ("copied_out_bytes", "MiB"),
-    "in MiB": ("copied_in_bytes", "MiB"),
-    "on host": ("peak_host_bytes", "MiB"),
-    "kept": ("kept_bytes", "MiB"),
-    "misses": ("prefetch_misses", ""),
-    "groups": ("num_groups", ""),
-    "offloaded": ("num_offloaded_groups", ""),
-}
 _BOUNDS: dict[str, Column] = {
     "what the link allows": _name,
     "saved MiB": ("saved_bytes", "MiB"),
@@ -101,7 +91,7 @@ _BOUNDS: dict[str, Column] = {
     "best of ours": ("best_ms", ",.1f"),
 }
 _LONGEST: dict[str, Column] = {
-    "contender": lambda one: f"{one['label']}: {CONTENDERS[one['label']]}",
+    "contender": _name,
     "longest": _tokens,
     "shortest that failed": ("failed", ","),
     "why": "reason",
@@ -113,7 +103,7 @@ _LONGEST: dict[str, Column] = {
 }
 _RECORDING: dict[str, Column] = {
     "tokens": ("seq", ","),
-    "step": lambda one: RECORDED_PARTS[one["part"]],
+    "step": "part",
     "ms": ("step_ms_median", ".2f"),
     "added ms": ("added_ms", "+.2f"),
     "over no recording": ("ratio", ".4f"),
@@ -127,12 +117,10 @@ def tables(title: str, records: Sequence[Record], as_markdown: bool) -> list[Tab
         return [record for record in records if record["kind"] == kind]
 
     summaries = of("summary")
-    engines = [{"label": s["label"], **s["engine"]} for s in summaries if s["engine"]]
     bounds = [{**bound, "best_ms": _best(bound["label"] in CHECKPOINTED, summaries)} for bound in of("bound")]
     longest = sorted(of("longest"), key=lambda one: -one["trained"])
     found: list[tuple[str, dict[str, Column], list[Record]]] = [
         (f"{title}; memory in MiB, peaks of the timed steps", _STEPS, summaries),
-        ("what the engine counted in the last step", _COPIES, engines),
         ("the same model, by arithmetic from the saved bytes, the link and the run without offload", _BOUNDS, bounds),
         (f"{title}; the longest sequence that trains, tokens", _LONGEST, longest),
         (f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", _RECORDING, of("recording")),
@@ -161,22 +149,3 @@ def plot_trade(records: Sequence[Record], file: Path) -> None:
         points.append((CONTENDERS[label], nbytes, record["step_ms_median"], style))
     title = "squares: with checkpointing; black edges: this project"
     plot_points(file, points, title, xlabel="peak reserved on the device, GiB", ylabel="ms a step")
-
-
-def plot_longest(records: Sequence[Record], file: Path) -> None:
-    """Plot a bar for each contender that trained any length, the longest on top."""
-    found = [record for record in records if record["kind"] == "longest" and record["trained"]]
-    found.sort(key=lambda record: record["trained"])
-    with picture(file, figsize=(11, 1 + 0.35 * len(found))) as (_, axes):
-        bars = axes.barh(
-            [CONTENDERS[record["label"]] for record in found],
-            [record["trained"] for record in found],
-            color=["tab:blue" if record["label"] in OURS else "tab:gray" for record in found],
-            hatch=[None if record["is_final"] else "///" for record in found],
-            edgecolor="white",
-        )
-        axes.bar_label(bars, labels=[_tokens(record) for record in found], padding=3, fontsize=8)
-        axes.set(xlabel="tokens of the longest sequence that trains")
-        axes.margins(x=0.15)
-        axes.tick_params(axis="y", labelsize=8)
-        axes.set_title("blue: this project; hatched: not searched to the end", loc="left", fontsize=9)

@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flags import (
-    add_engine_flag,
-    add_flags,
-    engine_settings,
-    input_file,
-    new_parser,
-    refuse,
-    words,
-)
+from benchmarks.flags import add_engine_flag, add_flags, engine_settings, new_parser, positive, refuse, words
 
 # Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
@@ -44,20 +36,11 @@ CONTENDERS = {
 }
 OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper", "parts"})
 CHECKPOINTED = frozenset(
-    {"ckpt", "layers_ckpt", "wrapper", "parts", "verl_ckpt", "ckpt_torch", "parts_torch", "ckpt_save"}
+    name for name, title in CONTENDERS.items() if "checkpointing" in title or "enable_ckpt" in title
 )
 NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"})
 """They make CUDA streams."""
 
-# Part of a run of --recording -> what the table says, in its order.
-RECORDED_PARTS = {
-    "none": "no step recorded",
-    "each": "each step recorded",
-    "one": "one step recorded",
-    "behind_one": "the step behind it",
-    "file": "one step recorded, with a file",
-    "behind_file": "the step behind it, while the file is written",
-}
 TINY = dict(hidden=64, ffn=128, heads=4, kv_heads=2, vocab=256)
 
 
@@ -106,13 +89,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser,
         {
             f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
-            "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
-            < 1,
             "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
             "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
-            "--resume continues a search of --longest: add --longest": args.resume and not args.longest,
+            "--plot draws step times: it goes without --longest and --recording": (
+                args.plot and (args.longest or args.recording)
+            ),
             f"--documents {args.documents} do not divide a sequence of {length:,} tokens": (
-                args.documents and (args.documents < 1 or length % args.documents)
+                args.documents and length % args.documents
             ),
         },
     )
@@ -136,20 +119,23 @@ def _parser() -> argparse.ArgumentParser:
     rivals += "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed"
     add_flags(
         parser,
-        ("--rounds", int, 2, "times all contenders take their turn"),
-        ("--iters --iters-per-round", int, 3, "timed steps of a turn"),
-        ("--warmup", int, 2, "steps before the turn's peaks are reset"),
+        ("--rounds", positive, 2, "times all contenders take their turn"),
+        ("--iters --iters-per-round", positive, 3, "timed steps of a turn"),
+        ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
         ("--contender-seconds", float, None, "bound of each contender over all its turns (15, with --longest 90)"),
         ("--rivals", Path, None, rivals),
         ("--recording", bool, False, "what it costs to record steps, at 4096, 8192 and 16384 tokens or at --seq"),
         ("--longest", bool, False, "find the longest sequence that each contender trains"),
-        ("--longest-upper", int, None, "upper bound of --longest; else it is computed"),
         ("--total-seconds", float, 330.0, "of --longest, which reports what it has found until then"),
-        ("--resume", input_file, None, "go on with --longest from the --json of an earlier run of the same kind"),
-        ("--documents", int, None, "attention within documents of N tokens: memory is the same, time grows linearly"),
+        (
+            "--documents",
+            positive,
+            None,
+            "attention within documents of N tokens: memory is the same, time grows linearly",
+        ),
         ("--json", Path, None, "append one JSON object a figure"),
         ("--markdown", bool, False, "print the tables as Markdown"),
-        ("--plot", Path, None, "picture of step time and reserved memory, or of the longest sequences"),
+        ("--plot", Path, None, "picture of step time and reserved memory"),
     )
     return parser
 

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.tables import GIB, Column, Record, picture, shown
+from benchmarks.tables import Column, Record, shown
 
 from .contenders import Ours
 from .settings import Entry
@@ -43,8 +42,7 @@ class Budget(Ours):
         names = ("predicted_peak_bytes", "predicted_step_ms", "kept_bytes", "offloaded_bytes", "recomputed_bytes")
         found = {name: getattr(summary, name) for name in (*names, "lowest_bytes", "lowest_step_ms")}
         planning = {"planning_ms": budget.planning_ms, "planning_steps": budget.num_planning_steps}
-        curve = [list(point) for point in budget.curve]
-        own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps, "curve": curve}
+        own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps}
         return {"budget": {**own, **planning, **found}}
 
     def _gpu_budget(self) -> str | int | None:
@@ -79,40 +77,42 @@ def held_bytes(turn: Mapping[str, Any]) -> int:
 
 def budgets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
     """Make one record for each budget: what was predicted, what was measured, and the best made by hand that fits."""
-    turns = [record for record in records if record["kind"] == "turn"]
-    labels = dict.fromkeys(turn["label"] for turn in turns if turn["contender"] == "budget")
-    step_ms = {summary["label"]: summary["step_ms_median"] for summary in summaries}
-    held = {label: max(held_bytes(t) for t in turns if t["label"] == label) for label in step_ms}
-    ratios = {summary["label"]: summary.get("ratio") for summary in summaries}
-    by_hand = [label for label in step_ms if label not in labels and not label.startswith("copies")]
+    turns: dict[str, list[Record]] = {}
+    for record in records:
+        if record["kind"] == "turn":
+            turns.setdefault(record["label"], []).append(record)
+    of_label = {summary["label"]: summary for summary in summaries}
+    step_ms = {label: summary["step_ms_median"] for label, summary in of_label.items()}
+    worst = {label: max(own, key=held_bytes) for label, own in turns.items()}
+    held = {label: held_bytes(turn) for label, turn in worst.items()}
+    by_hand = [label for label in step_ms if "budget" not in worst[label]]
     found = []
-    for label in labels:
-        one = _budget_of([turn for turn in turns if turn["label"] == label])
-        limit = one["budget_bytes"] or max(held.values())
-        fitting = [name for name in by_hand if held[name] <= limit]
+    for label in (label for label in step_ms if label not in by_hand):
+        one = _prediction(worst[label])
+        fitting = [name for name in by_hand if held[name] <= (one["budget_bytes"] or max(held.values()))]
         best = min(fitting, key=lambda name: step_ms[name], default=None)
-        one |= {"label": label, "held_bytes": held[label], "step_ms": step_ms[label], "ratio": ratios[label]}
-        one |= {"best": best, "over_best": step_ms[label] / step_ms[best] if best else None}
-        recomputing = step_ms.get("recompute")
-        found.append(one | {"rate_over_recompute": recomputing / step_ms[label] if recomputing else None})
+        ms, recomputing = step_ms[label], step_ms.get("recompute")
+        one |= {"label": label, "held_bytes": held[label], "step_ms": ms, "ratio": of_label[label].get("ratio")}
+        one |= {"best": best, "over_best": ms / step_ms[best] if best else None}
+        found.append(one | {"rate_over_recompute": recomputing / ms if recomputing else None})
     return found
 
 
-def _budget_of(own: Sequence[Record]) -> Record:
-    worst = max(own, key=held_bytes)
-    details = worst["budget"]
+def _prediction(turn: Record) -> Record:
+    details = turn["budget"]
     planned = [step for step in details["steps"] if step["predicted_bytes"] is not None]
+    first = planned[0] if planned else {}
     limit = details["gpu_budget"]
     late = [step["held_bytes"] for step in planned[_SETTLED - 1 :]]
     names = ("planning_ms", "planning_steps", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
     return {
         "kind": "budget",
         "budget_bytes": limit,
-        "first_predicted_bytes": planned[0]["predicted_bytes"] if planned else None,
-        "first_held_bytes": planned[0]["held_bytes"] if planned else None,
+        "first_predicted_bytes": first.get("predicted_bytes"),
+        "first_held_bytes": first.get("held_bytes"),
         "predicted_bytes": details["predicted_peak_bytes"],
         "predicted_ms": details["predicted_step_ms"],
-        "is_above": limit is not None and max([held_bytes(worst), *late]) > limit,
+        "is_above": limit is not None and max([held_bytes(turn), *late]) > limit,
         **{name: details[name] for name in names},
     }
 
@@ -136,25 +136,3 @@ BUDGETS: dict[str, Column] = {
     "recomputed": ("recomputed_bytes", "MiB"),
 }
 """Columns of the table of budgets. Held is reserved, and what is outside of torch."""
-
-
-def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
-    """Plot tokens a second over the memory held: the predicted curve, the budgets as measured, settings by hand."""
-    turns = [record for record in records if record["kind"] == "turn"]
-    with picture(file, figsize=(9, 5)) as (figure, axes):
-
-        def draw(points: Sequence[Sequence[float]], *style: str, **options: Any) -> None:
-            held, rates = [nbytes / GIB for nbytes, _ in points], [tokens / ms * 1e3 for _, ms in points]
-            axes.plot(held, rates, *style, **options)
-
-        curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
-        draw(curve, color="C0", alpha=0.4, label="predicted for every budget")
-        measured = sorted((one["held_bytes"], one["step_ms"]) for one in records if one["kind"] == "budget")
-        draw(measured, "o", color="C0", label="a budget, measured")
-        by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
-        for index, one in enumerate(by_hand):
-            nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
-            draw([(nbytes, one["step_ms_median"])], "s", color=f"C{index % 8 + 1}", label=one["label"])
-        axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper", fontsize=7, frameon=False)

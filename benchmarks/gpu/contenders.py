@@ -4,7 +4,6 @@
 All of them run on the same chunks, weights and tokens. A contender is attached for one turn and detached after it:
 
 - `recompute`: no offload, and full recomputation of every layer (`recomputation.py`).
-- `copies`: no offload, and beside each layer plain copies of as many bytes as `ours` moved: the traffic alone.
 - `none`: nothing to do. Every kind of offload is off in the configuration with which the model was built.
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
   off, closes the engine and gives its pinned memory back.
@@ -16,16 +15,14 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 Ours and the incumbent also beside selective recomputation, where their entry says so.
 
 That a contender really moved bytes is counted where the copies are issued (`counting()`), with a pair of events on the
-stream that does them. What is on the host only at the peak (`HostAtPeak`) is read from the account of ours, between any
-two calls of the device by which it releases or allocates. Of the incumbent it is what has no storage on the device any
-more, as it stands at the next copy that it issues.
+stream that does them.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -33,12 +30,9 @@ from unittest import mock
 
 import torch
 
-from .copies import CopyCounter, HostCopies, PlainCopies
+from .copies import CopyCounter
 from .recomputation import FULL, Recomputation, selective
 from .settings import Entry
-
-# Each release of the engine's asks the first before it changes anything, each copy-in one of the others.
-_BEFORE_CHANGES = ("is_complete", "allocate", "restore")
 
 # Attribute of attention and experts -> name in offload_modules.
 _CACHED = {
@@ -121,11 +115,8 @@ class Ours(Contender):
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
-        device, accounts = self._engine().device, self._engine()._store.counters
+        device = self._engine().device
         out, back = device.copy_out, device.copy_in
-
-        def mark() -> None:
-            counter.at_peak.mark(accounts.saved_bytes - accounts.resident_bytes)
 
         def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
             with counter.copy(True, sum(target.nbytes for _, target in copies), stream, len(copies)):
@@ -135,10 +126,8 @@ class Ours(Contender):
             with counter.copy(False, sum(source.nbytes for source, _ in copies), stream, len(copies)):
                 return back(stream, copies)
 
-        calls: dict[str, Any] = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
-        with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in, **calls):
+        with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in):
             yield
-            mark()
 
     def moved(self, counter: CopyCounter) -> dict[str, Any]:
         stats = self._engine().stats
@@ -166,7 +155,8 @@ class Incumbent(Contender):
         if os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
             raise RuntimeError("the incumbent needs NVTE_CPU_OFFLOAD_V1=1 in the environment from the start")
         super().attach()
-        self._places = switch_incumbent(self._chunks, self.entry.modules)
+        places = switch_incumbent(self._chunks, self.entry.modules)
+        self._details = {f"places_{name}": count for name, count in places.items()}
         _manager_class().OFFLOAD_MGR = None  # the first step makes a new one, and records the chunks in it
 
     def detach(self) -> None:
@@ -183,18 +173,12 @@ class Incumbent(Contender):
         from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler as Handler
 
         offload, reload = Handler.offload, Handler.reload
-        copies = HostCopies()
 
         def counted_offload(handler: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            counter.at_peak.mark(copies.only_bytes)
             with counter.copy(True, tensor.nbytes, torch.cuda.current_stream()):
-                state = offload(handler, tensor, *args, **kwargs)
-            copies.add(state[1], tensor)
-            return state
+                return offload(handler, tensor, *args, **kwargs)
 
         def counted_reload(handler: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            counter.at_peak.mark(copies.only_bytes)
-            copies.remove(state[1])
             stream = torch.cuda.current_stream()
             counter.misses += stream != handler.h2d_stream  # in line, when autograd asked for it
             with counter.copy(False, state[1].nbytes, stream):
@@ -202,70 +186,9 @@ class Incumbent(Contender):
 
         with mock.patch.multiple(Handler, offload=counted_offload, reload=counted_reload):
             yield
-            counter.at_peak.mark(copies.only_bytes)
 
     def moved(self, counter: CopyCounter) -> dict[str, Any]:
-        summary = getattr(_manager_class().get_instance(), "_offload_summary_total_bytes", 0)
-        places = {f"places_{name}": count for name, count in self._places.items()}
-        return counter.moved(engine={"summary_bytes": summary, **places})
-
-
-class Copies(Contender):
-    """No offload, but copies beside each layer of as many bytes as `ours` moves, which no stream waits for.
-
-    No engine can avoid the time that they add to a step: they take memory bandwidth and power from the kernels.
-    """
-
-    def __init__(self, entry: Entry, chunks: Sequence[Any]) -> None:
-        from megatron.core.transformer.transformer_layer import TransformerLayer
-
-        super().__init__(entry, chunks)
-        self._layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
-        self._copy_bytes = 0
-        self._plain: PlainCopies | None = None
-        self._hooks: list[Any] = []
-
-    def follow(self, turn: Mapping[str, Any], num_microbatches: int) -> None:
-        """Take over the bytes per step of a turn of `ours` that has the same modules and no settings."""
-        if turn["label"] == Entry("ours", self.entry.modules).label:
-            self._copy_bytes = turn["copied_out_bytes"] // (len(self._layers) * num_microbatches)
-
-    def attach(self) -> None:
-        if not self._copy_bytes:
-            raise RuntimeError(f"{self.entry.label}: ours has moved nothing so far: nothing to be as large as")
-        self._plain = plain = PlainCopies(self._copy_bytes)
-
-        def behind(module: torch.nn.Module, args: Any, output: Any) -> None:
-            plain.copy(True)
-            # Its gradient is there: the layer's backward begins.
-            output[0].register_hook(lambda _: plain.copy(False))
-
-        self._hooks = [layer.register_forward_hook(behind) for layer in self._layers]
-
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._plain = [], None
-
-    @contextmanager
-    def counting(self, counter: CopyCounter) -> Iterator[None]:
-        assert self._plain is not None
-        self._plain.counter = counter
-        try:
-            yield
-        finally:
-            self._plain.counter = None
-
-    def moved(self, counter: CopyCounter) -> dict[str, Any]:
-        return counter.moved(host_bytes_max=0)  # nothing is on the host only
-
-
-def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
-    def marked(*args: Any) -> Any:
-        mark()
-        return call(*args)
-
-    return marked
+        return counter.moved(engine=self._details)
 
 
 def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any]) -> Contender:
@@ -276,7 +199,7 @@ def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any
         return Budget(entry, chunks, engine)
     if entry.kind == "ours":
         return Ours(entry, chunks, {**engine, **dict(entry.engine)})
-    return {"copies": Copies, "incumbent": Incumbent}.get(entry.kind, Contender)(entry, chunks)
+    return (Incumbent if entry.kind == "incumbent" else Contender)(entry, chunks)
 
 
 def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> Counter[str]:

@@ -1,131 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine can do, measured in the same run: link, small reads, pinning, a group, and Python beside copies."""
+"""What the machine can do, measured in the same run: link, pinning, and a group."""
 
 from __future__ import annotations
 
-import itertools
-import random
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.group_cost import forward_groups
+from benchmarks.group_cost import microseconds_of_a_group
 from offload_engine import OffloadConfig, OffloadEngine
 
 from .model import Ranks
 
-MIB = 1 << 20
 _PASS_BYTES = 1 << 30
 _NUM_BUFFERS = 4
-_QUEUE_BYTES = 512 * MIB
 _SLAB_BYTES = 1 << 30
-_COPY_BYTES = 1 << 30  # under way for 19 ms at 55 GB/s: longer than the work beside it
-_NUM_OBJECTS = 400_000  # some 160 MB: more than the caches hold
-_NUM_VISITS = 4000
-_REPEATS = 15
-_BESIDE = ("idle", "out", "in")
 
 
-def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
-    """Measure plain pinned copies of each size, on all ranks at once: GB/s out, in, and each way together."""
+def measure_link(size: int, ranks: Ranks) -> dict[str, Any]:
+    """Measure plain pinned copies of `size` bytes, on all ranks at once: GB/s out, in, and each way together."""
     streams = {"out": torch.cuda.Stream(), "in": torch.cuda.Stream()}
-    found = []
-    for size in sizes:
-        buffers = [Pair(size) for _ in range(2 * _NUM_BUFFERS)]
-        halves = {"out": buffers[:_NUM_BUFFERS], "in": buffers[_NUM_BUFFERS:]}
-        record: dict[str, Any] = {"kind": "link", "rank": ranks.rank, "copy_bytes": size}
-        for name, directions in {"out": ["out"], "in": ["in"], "both": ["out", "in"]}.items():
-            rates = _best_rates({d: (streams[d], halves[d]) for d in directions}, size, ranks)
-            prefix = "both_" if name == "both" else ""
-            record.update({f"{prefix}{d}_gbps": rate for d, rate in rates.items()})
-        found.append(record)
-        del buffers, halves
-    empty_caches()
-    return found
-
-
-class Pair:
-    """A buffer on each side of the link."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._host = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
-        self._device = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-
-    def copy(self, direction: str) -> None:
-        if direction == "out":
-            self._host.copy_(self._device, non_blocking=True)
-        else:
-            self._device.copy_(self._host, non_blocking=True)
-
-
-def _best_rates(work: dict[str, tuple[Any, list[Pair]]], size: int, ranks: Ranks) -> dict[str, float]:
-    num_copies = max(len(work) * _NUM_BUFFERS, _PASS_BYTES // size)
-    best = dict.fromkeys(work, 0.0)
-    for _ in range(3):
-        torch.cuda.synchronize()
-        ranks.barrier()
-        events = {direction: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for direction in work}
-        for direction, (stream, _) in work.items():
-            events[direction][0].record(stream)
-        for number in range(num_copies):
-            for direction, (stream, pairs) in work.items():
-                with torch.cuda.stream(stream):
-                    pairs[number % len(pairs)].copy(direction)
-        for direction, (stream, _) in work.items():
-            events[direction][1].record(stream)
-        torch.cuda.synchronize()
-        for direction, (begin, end) in events.items():
-            best[direction] = max(best[direction], num_copies * size / begin.elapsed_time(end) / 1e6)
-    return best
-
-
-def measure_reads(ranks: Ranks, repeats: int = 50) -> dict[str, Any]:
-    """Time a host read of 512 bytes in ms, idle and under a full copy-out queue."""
-    record: dict[str, Any] = {"kind": "host_read", "rank": ranks.rank, "queue_bytes": _QUEUE_BYTES}
-    record |= _read_times(repeats)
+    device = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2 * _NUM_BUFFERS)]
+    host = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2 * _NUM_BUFFERS)]
+    pairs = {
+        "out": list(zip(host, device, strict=True))[:_NUM_BUFFERS],
+        "in": list(zip(device, host, strict=True))[_NUM_BUFFERS:],
+    }
+    record: dict[str, Any] = {"kind": "link", "rank": ranks.rank, "copy_bytes": size}
+    for prefix, directions in (("", ["out"]), ("", ["in"]), ("both_", ["out", "in"])):
+        for _ in range(3):
+            ranks.barrier()
+            rates = _rates({way: (streams[way], pairs[way]) for way in directions}, size)
+            for way, rate in rates.items():
+                name = f"{prefix}{way}_gbps"
+                record[name] = max(rate, record.get(name, 0.0))
+    del device, host, pairs
     empty_caches()
     return record
+
+
+def _rates(work: dict[str, tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]], size: int) -> dict[str, float]:
+    """Copy on one or two streams at once; return GB/s of each."""
+    num_copies = max(len(work) * _NUM_BUFFERS, _PASS_BYTES // size)
+    torch.cuda.synchronize()
+    events = {way: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for way in work}
+    for way, (stream, _) in work.items():
+        events[way][0].record(stream)
+    for number in range(num_copies):
+        for stream, pairs in work.values():
+            target, source = pairs[number % len(pairs)]
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+    for way, (stream, _) in work.items():
+        events[way][1].record(stream)
+    torch.cuda.synchronize()
+    return {way: num_copies * size / begin.elapsed_time(end) / 1e6 for way, (begin, end) in events.items()}
 
 
 def empty_caches() -> None:
     torch.cuda.empty_cache()
     torch._C._host_emptyCache()
-
-
-def _read_times(repeats: int) -> dict[str, float]:
-    bulk, stream, small = Pair(_QUEUE_BYTES), torch.cuda.Stream(), torch.arange(64, device="cuda")
-
-    def fill_queue() -> None:
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                bulk.copy("out")
-
-    times = {}
-    engine = OffloadEngine()
-    readers: dict[str, Callable[[], Any]] = {"cpu": small.cpu, "engine": lambda: engine.device.host_read(small).wait()}
-    for name, read in readers.items():
-        read()
-        times[f"{name}_idle_ms"] = _median_ms(read, repeats, lambda: None)
-        times[f"{name}_busy_ms"] = _median_ms(read, repeats, fill_queue)
-    engine.close()
-    return times
-
-
-def _median_ms(read: Callable[[], Any], repeats: int, prepare: Callable[[], None]) -> float:
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        prepare()
-        begin = time.perf_counter()
-        read()
-        times.append((time.perf_counter() - begin) * 1e3)
-    torch.cuda.synchronize()
-    return statistics.median(times)
 
 
 def measure_pinning() -> dict[str, Any]:
@@ -159,80 +96,11 @@ def _best_rate(obtain: Callable[[], Callable[[], None]]) -> float:
     return max(rates)
 
 
-def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any]:
-    """Measure host microseconds of one group of three tensors, forward and backward, best of many repeats."""
+def measure_group_cost() -> dict[str, Any]:
+    """Measure host microseconds of one group of three tensors, forward and backward."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0))
-    managed = plain = float("inf")
     try:
-        for _ in range(repeats):
-            managed = min(managed, _group_seconds(engine, num_groups))
-            plain = min(plain, _group_seconds(None, num_groups))
+        return {"kind": "group_cost", "num_tensors": 3, "us": microseconds_of_a_group(engine)}
     finally:
         with suppress(RuntimeError):
             engine.close()
-    return {"kind": "group_cost", "num_tensors": 3, "us": (managed - plain) / num_groups * 1e6}
-
-
-def _group_seconds(engine: Any, num_groups: int) -> float:
-    tensors = [[torch.empty(256, device="cuda") for _ in range(3)] for _ in range(num_groups)]
-    out = torch.ones(8, device="cuda", requires_grad=True)
-    grad = torch.ones(8, device="cuda")
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    chunk = None
-    if engine:
-        engine.begin_iteration()
-        chunk = engine.start_chunk()
-    out = forward_groups(out, tensors, chunk)
-    out.backward(grad)
-    if engine:
-        engine.end_iteration()
-    seconds = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return seconds
-
-
-def measure_host(ranks: Ranks) -> dict[str, Any]:
-    """Time two kinds of Python in ms, without a copy and beside one in each direction, in turns.
-
-    One walks through objects whose memory is hardly in the caches, as most of a training step does; one stays in them.
-    """
-    pair, stream = Pair(_COPY_BYTES), torch.cuda.Stream()
-    record: dict[str, Any] = {"kind": "host", "rank": ranks.rank, "copy_bytes": _COPY_BYTES}
-    for name, work in {"cold": _walks(), "hot": itertools.repeat(_count)}.items():
-        times: dict[str, list[float]] = {direction: [] for direction in _BESIDE}
-        for _ in range(_REPEATS):
-            for direction in _BESIDE:
-                times[direction].append(_milliseconds(next(work), pair, stream, direction))
-        record.update({f"{name}_{direction}_ms": statistics.median(own) for direction, own in times.items()})
-    del pair
-    empty_caches()
-    return record
-
-
-def _walks() -> Iterator[Callable[[], int]]:
-    """Yield walks that each visit other objects, in random order."""
-    objects: list[dict[str, Any]] = [{"name": str(number), "values": [number] * 8} for number in range(_NUM_OBJECTS)]
-    chance = random.Random(0)
-    while True:
-        yield partial(_visit, objects, chance.sample(range(_NUM_OBJECTS), _NUM_VISITS))
-
-
-def _visit(objects: Sequence[dict[str, Any]], visits: Sequence[int]) -> int:
-    return sum(len(objects[i]["name"]) + objects[i]["values"][3] for i in visits)
-
-
-def _count() -> int:
-    return sum(number * number for number in range(20_000))
-
-
-def _milliseconds(work: Callable[[], int], pair: Pair, stream: Any, direction: str) -> float:
-    torch.cuda.synchronize()
-    if direction != "idle":
-        with torch.cuda.stream(stream):
-            pair.copy(direction)
-    begin = time.perf_counter()
-    work()
-    milliseconds = (time.perf_counter() - begin) * 1e3
-    torch.cuda.synchronize()
-    return milliseconds

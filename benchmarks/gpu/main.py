@@ -13,14 +13,13 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.records import Records, provenance
-from benchmarks.tables import MIB, Record, show
+from benchmarks.tables import Record, show
 
-from .settings import file_of, in_turn, parse
+from .settings import in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
-_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic", "single_thread")
-_NOTICED_BYTES = 64 * MIB  # cuBLAS keeps a workspace of 32 MiB for each stream: not a leak of the contender
+_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .model import start_ranks
 
-    ranks = start_ranks(settings.shape, settings.deterministic, settings.share_gpus)
+    ranks = start_ranks(settings.shape, settings.deterministic)
     status = Run(settings, ranks).execute()
     torch.distributed.destroy_process_group()  # not after an exception: it would wait for ranks that wait for this one
     return status
@@ -52,7 +51,7 @@ class Run:
 
         from offload_engine import OffloadConfig
 
-        from .measure import Bench, Counts, CudaGauge, MemoryTimeline
+        from .measure import Bench, CudaGauge
         from .model import Training, build_chunks, make_config
 
         self._settings = settings
@@ -60,29 +59,25 @@ class Run:
         self._begin = time.perf_counter()
         self._records = Records(settings.json if ranks.rank == 0 else None)
         self._own_turns: list[Record] = []
-        self._timelines: list[MemoryTimeline] = []
         self._failed: set[str] = set()
         self._contenders: list[Any] = []
         for entry in settings.entries:  # mistakes, before the model is made
             OffloadConfig.from_flags(**settings.engine | dict(entry.engine))
-        counts = Counts(settings.warmup, settings.iters)
-        num_steps = settings.rounds * len(settings.entries) * counts.total
+        self._turn_steps = settings.warmup + 1 + settings.iters
+        num_steps = settings.rounds * len(settings.entries) * self._turn_steps
         self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
         config = make_config(settings.shape, settings.deterministic, **settings.model)
         self._chunks = build_chunks(settings.shape, config)
-        self._gauge = CudaGauge()
-        self._bench = Bench(Training(settings.shape, self._chunks), ranks, self._gauge, counts, self._show)
+        training, counts = Training(settings.shape, self._chunks), (settings.warmup, settings.iters)
+        self._bench = Bench(training, ranks, CudaGauge(), *counts, self._show)
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
-        import torch
-
         self._publish([self._description()])
         self._bar.set_description("the machine")
         if not self._settings.no_micro:
             self._measure_machine()
-        with torch.autograd.set_multithreading_enabled(not self._settings.single_thread):
-            self._measure_contenders()
+        self._measure_contenders()
         self._publish(self._bench.parity())
         self._bar.close()
         if self._ranks.rank == 0:
@@ -94,32 +89,27 @@ class Run:
 
         settings, records = self._settings, self._records
         summaries = report.summarize(records)
-        found = report.throughput(summaries, records)
+        found = report.throughput(summaries, records[0])
         records.write([*summaries, *found, *budget.budgets(summaries, records)])
         records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
-        if settings.memory_plot and self._timelines:
-            report.plot_memory(self._timelines, settings.memory_plot)
         if settings.trade_plot and found:
             report.plot_trade(found, settings.trade_plot)
-        if settings.budget_plot:
-            budget.plot_budgets(records, report.tokens_of_step(records[0]), settings.budget_plot)
         show(*report.tables(self._title(), records))
 
     def _measure_machine(self) -> None:
         from . import machine
 
         activation = self._settings.shape.activation_bytes
-        self._publish(machine.measure_link([activation, 2 * activation], self._ranks))
-        self._publish([machine.measure_reads(self._ranks)])
-        # The others wait: these take the host's memory bandwidth and a quiet CPU.
+        self._publish([machine.measure_link(size, self._ranks) for size in (activation, 2 * activation)])
+        # The others wait: these need a quiet CPU.
         alone = []
         if self._ranks.rank == 0:
-            alone = [machine.measure_pinning(), machine.measure_group_cost(), machine.measure_host(self._ranks)]
+            alone = [machine.measure_pinning(), machine.measure_group_cost()]
         self._publish(alone)
 
     def _measure_contenders(self) -> None:
         self._add(self._settings.entries)
-        self._bench.step()  # kernels are chosen and communicators made on the first step
+        self._bench.training.step()  # kernels are chosen and communicators made on the first step
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
         for number in range(self._settings.rounds):
@@ -140,16 +130,13 @@ class Run:
 
         turns = [turn for turns in self._ranks.gather(self._own_turns) for turn in turns]
         entries = entries_between(turns, self._settings.budgets)
-        self._bar.total += len(entries) * (self._settings.rounds - 1) * self._bench.counts.total
+        self._bar.total += len(entries) * (self._settings.rounds - 1) * self._turn_steps
         self._add(entries)
 
     def _turn(self, contender: Any, number: int) -> None:
-        from .contenders import Copies
-
-        label, is_last = contender.entry.label, number == self._settings.rounds - 1
-        extras = (lambda: self._extras(contender)) if is_last else None
+        label = contender.entry.label
         try:
-            record = self._bench.turn(contender, number, extras)
+            record = self._bench.turn(contender, number)
         except Exception as error:
             if self._ranks.world_size > 1:  # the other ranks are waiting for this one
                 raise
@@ -157,33 +144,12 @@ class Run:
             self._bar.write(f"{label} failed: {error!r}", file=sys.stderr)
             self._publish([{"kind": "failure", "label": label, "round": number, "error": repr(error)}])
             return
-        for what, said in {"left": "it left behind", "found": "its peaks include what earlier ones left:"}.items():
-            sizes = {where: record[f"{what}_{where}_bytes"] for where in ("device", "pinned")}
-            if max(sizes.values()) >= _NOTICED_BYTES:
-                self._bar.write(f"{label}, rank {self._ranks.rank}: {said} {sizes} bytes", file=sys.stderr)
-        for other in self._contenders:
-            if isinstance(other, Copies):
-                other.follow(record, self._settings.shape.nmb)
         self._own_turns.append(record)
         self._publish([record])
 
-    def _extras(self, contender: Any) -> None:
-        from .measure import profile_step, record_history, record_memory
-
-        settings, entry, is_first = self._settings, contender.entry, self._ranks.rank == 0
-        if settings.memory_plot:
-            self._timelines.append(record_memory(entry.label, self._gauge, self._bench.step))
-        profiled = [e for e in settings.entries if e.kind in settings.profile_contender]
-        if settings.profile and entry in profiled:
-            file = file_of(settings.profile, entry, is_only=len(profiled) == 1)
-            profile_step(self._bench.step, file if is_first else None)
-        if settings.memory_history:  # last: it empties the caches
-            file = file_of(settings.memory_history, entry, is_only=len(settings.entries) == 1)
-            record_history(self._gauge, self._bench.step, file if is_first else None)
-
     def _show(self, what: str) -> None:
         self._bar.set_description(what, refresh=False)
-        self._bar.update(what != "extra")
+        self._bar.update()
 
     def _publish(self, own: list[Record]) -> None:
         """Gather the records of all ranks on rank 0. Collective."""
@@ -191,9 +157,7 @@ class Run:
 
     def _title(self) -> str:
         run = self._records[0]
-        is_shared = run["num_gpus"] < run["world_size"]
-        shared = f", shared by {run['world_size']} processes: times say nothing" if is_shared else ""
-        return f"setup {self._settings.setup}, {run['num_gpus']} x {run['device']}{shared}"
+        return f"setup {self._settings.setup}, {run['world_size']} x {run['device']}"
 
     def _description(self) -> Record:
         import torch
@@ -205,6 +169,5 @@ class Run:
             "shape": asdict(self._settings.shape),
             **{name: getattr(self._settings, name) for name in _SETTINGS},
             "world_size": self._ranks.world_size,
-            "num_gpus": min(self._ranks.world_size, torch.cuda.device_count()),
             "device": torch.cuda.get_device_name(),
         }

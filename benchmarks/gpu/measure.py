@@ -6,13 +6,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import pickle
-import sys
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,15 +16,10 @@ from benchmarks.gradients import Fingerprint, compare, fingerprint
 
 from .contenders import Contender
 from .copies import CopyCounter
+from .machine import empty_caches
 from .model import Ranks
 
-_SAMPLE_S = 0.001
 _MAX_WARMUP = 40
-_HISTORY_ENTRIES = 1_000_000
-
-
-Held = tuple[int, int]
-"""Bytes that live tensors hold between two contenders: on the device, and pinned by torch's own allocator."""
 
 
 class CudaGauge:
@@ -36,7 +27,6 @@ class CudaGauge:
 
     def __init__(self) -> None:
         self._at_start: dict[str, int] = {}
-        self._peaks_taken = (0, 0)
 
     def wait(self) -> None:
         torch.cuda.synchronize()
@@ -48,63 +38,30 @@ class CudaGauge:
         if not keeps_cache:
             torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self._peaks_taken = (0, 0)
         self._at_start = self._counters()
 
     def read(self) -> dict[str, int]:
         import psutil
 
-        allocated, reserved = self._peaks()
         free, total = torch.cuda.mem_get_info()
         return {
-            "peak_allocated_bytes": max(allocated, self._peaks_taken[0]),
-            "peak_reserved_bytes": max(reserved, self._peaks_taken[1]),
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             "torch_pinned_bytes": int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)),
             "outside_bytes": total - free - torch.cuda.memory_reserved(),  # the CUDA context first of all
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **{name: value - self._at_start.get(name, 0) for name, value in self._counters().items()},
         }
 
-    def take_peak(self) -> int:
-        """Return the peak of bytes allocated since the last call, or `start()`; `read()` has that since `start()`."""
-        allocated, reserved = self._peaks()
-        self._peaks_taken = max(allocated, self._peaks_taken[0]), max(reserved, self._peaks_taken[1])
-        torch.cuda.reset_peak_memory_stats()
-        return allocated
-
     def release(self) -> None:
         """Free all memory that a contender left behind, pinned memory too."""
         self.wait()
         gc.collect()
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
-
-    def current(self) -> tuple[int, int]:
-        """Return the bytes allocated and reserved now; cheap."""
-        stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
-        return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
-
-    def held(self) -> Held:
-        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        return torch.cuda.memory_allocated(), int(pinned)
-
-    def _peaks(self) -> tuple[int, int]:
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        empty_caches()
 
     def _counters(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats()
         return {"alloc_retries": stats.get("num_alloc_retries", 0), "device_allocs": stats.get("num_device_alloc", 0)}
-
-
-class Counts(NamedTuple):
-    """How many steps a turn has."""
-
-    warmup: int
-    iters: int
-
-    @property
-    def total(self) -> int:
-        return self.warmup + 1 + self.iters
 
 
 class Bench:
@@ -115,46 +72,41 @@ class Bench:
         training: Any,
         ranks: Ranks,
         gauge: Any,
-        counts: Counts,
+        warmup: int,
+        iters: int,
         on_step: Callable[[str], None],
         new_event: Callable[[], Any] | None = None,
     ) -> None:
         """`on_step` is told what comes next, for the progress bar; `new_event` makes the events that time copies."""
-        self._training = training
+        self.training = training
         self._ranks = ranks
         self._gauge = gauge
-        self.counts = counts
+        self._warmup, self._iters = warmup, iters
         self._on_step = on_step
         self._new_event = new_event
         self._fingerprints: list[tuple[str, int, Fingerprint]] = []
-        self._held_first: Held | None = None
 
-    def turn(self, contender: Contender, round_number: int, extras: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Run one turn, and `extras` at its end with the contender still on. Returns this rank's record."""
+    def turn(self, contender: Contender, round_number: int) -> dict[str, Any]:
+        """Run one turn; return this rank's record."""
         label = contender.entry.label
         self._gauge.release()
-        held_before = self._gauge.held()
-        self._held_first = self._held_first or held_before
         pinned_before = self._gauge.read()["torch_pinned_bytes"]
         try:
             contender.attach()
             before = self._warm_up(contender)
             self._gauge.start(keeps_cache=contender.entry.kind == "budget")  # it has trimmed what it found
-            counter = CopyCounter(self._new_event, self._gauge.take_peak)
+            counter = CopyCounter(self._new_event)
             with contender.counting(counter):
                 self._run(f"{label}, counted")
                 self._gauge.wait()
-            counted = self._gauge.read()["peak_allocated_bytes"]
             moved = contender.moved(counter)
             step_ms, host_ms, losses = timed_steps(
-                self.counts.iters, self._training.step, self._gauge.wait, lambda: self._prepare(label)
+                self._iters, self.training.step, self._gauge.wait, lambda: self._prepare(label)
             )
             memory = self._gauge.read()
             pinned = contender.pinned_bytes(memory["torch_pinned_bytes"], pinned_before)
-            after = fingerprint(self._training.gradients(), losses)
+            after = fingerprint(self.training.gradients(), losses)
             details = contender.details()
-            if extras:
-                extras()
         finally:
             contender.detach()
             self._gauge.release()
@@ -164,9 +116,7 @@ class Bench:
             **{"kind": "turn", "contender": entry.contender, "label": label, "modules": list(entry.modules)},
             **{"round": round_number, "rank": self._ranks.rank, "pinned_bytes": pinned},
             **{"step_ms": step_ms, "host_ms": host_ms},
-            "peak_allocated_bytes_counted": counted,  # of the step of which `host_bytes_at_peak` is
             **memory,
-            **_leftovers(self._held_first, held_before, self._gauge.held()),
             **moved,
             "losses": [float.fromhex(loss) for loss in after.losses],
             "gradients": after.digests,
@@ -191,20 +141,16 @@ class Bench:
             for label, number, own in self._fingerprints
         ]
 
-    def step(self) -> list[torch.Tensor]:
-        """Run one extra step, outside the turn."""
-        return self._run("extra")
-
     def _warm_up(self, contender: Contender) -> Fingerprint:
         losses: list[torch.Tensor] = []
         is_ready = False
         with contextlib.redirect_stdout(io.StringIO()):  # the incumbent prints a table after its first step
             for number in range(_MAX_WARMUP):
-                if is_ready and number >= self.counts.warmup:
+                if is_ready and number >= self._warmup:
                     break
                 losses = self._run(f"{contender.entry.label}, warm-up")
                 is_ready = contender.is_ready()
-        return fingerprint(self._training.gradients(), losses)
+        return fingerprint(self.training.gradients(), losses)
 
     def _prepare(self, label: str) -> None:
         self._on_step(label)
@@ -212,7 +158,7 @@ class Bench:
 
     def _run(self, label: str) -> list[torch.Tensor]:
         self._prepare(label)
-        return list(self._training.step())
+        return list(self.training.step())
 
 
 def timed_steps(
@@ -233,75 +179,3 @@ def timed_steps(
         done_ms.append((time.perf_counter() - begin) * 1e3)
         issued_ms.append((issued - begin) * 1e3)
     return done_ms, issued_ms, losses
-
-
-def _leftovers(first: Held, before: Held, after: Held) -> dict[str, int]:
-    """Return what a turn left behind, and what it found of earlier ones: it counts as memory of all later ones.
-
-    `first` was held before the first turn of the run, `before` and `after` around this one.
-    """
-    pairs = {"left": zip(before, after, strict=True), "found": zip(first, before, strict=True)}
-    added = {name: [max(0, now - then) for then, now in both] for name, both in pairs.items()}
-    return {f"{name}_{where}_bytes": added[name][i] for name in added for i, where in enumerate(("device", "pinned"))}
-
-
-class MemoryTimeline(NamedTuple):
-    """Device memory over one step, in the order of issue."""
-
-    label: str
-    milliseconds: list[float]
-    allocated_bytes: list[int]
-    reserved_bytes: list[int]
-
-
-def record_memory(label: str, gauge: Any, step: Callable[[], Any]) -> MemoryTimeline:
-    """Run one step while a thread reads the allocator's counters every millisecond."""
-    samples: list[tuple[float, int, int]] = []
-    is_done = threading.Event()
-
-    def poll() -> None:
-        while not is_done.wait(_SAMPLE_S):
-            samples.append((time.perf_counter(), *gauge.current()))
-
-    thread = threading.Thread(target=poll, daemon=True)
-    begin, interval = time.perf_counter(), sys.getswitchinterval()
-    sys.setswitchinterval(_SAMPLE_S / 10)
-    try:
-        thread.start()
-        step()
-        gauge.wait()
-        is_done.set()
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    samples.append((time.perf_counter(), *gauge.current()))
-    times, allocated, reserved = zip(*samples, strict=True)
-    return MemoryTimeline(label, [(t - begin) * 1e3 for t in times], list(allocated), list(reserved))
-
-
-def profile_step(step: Callable[[], Any], file: Path | None) -> None:
-    """Run one step under torch's profiler, where a file is given, and write its chrome trace."""
-    if file is None:
-        step()
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
-        torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(file))
-
-
-def record_history(gauge: Any, step: Callable[[], Any], file: Path | None) -> None:
-    """Run one step from empty caches; where a file is given, write the allocator's history to it."""
-    gauge.start()
-    if file is None:
-        step()
-        return
-    memory = torch.cuda.memory
-    memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_HISTORY_ENTRIES)
-    try:
-        step()
-        gauge.wait()
-        file.write_bytes(pickle.dumps(memory._snapshot()))
-    finally:
-        memory._record_memory_history(enabled=None)

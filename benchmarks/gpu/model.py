@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from benchmarks.shared_gpus import gpu_of
 
 from .settings import Shape
 
@@ -35,14 +32,17 @@ class Ranks(NamedTuple):
         dist.barrier(group=self.records)
 
 
-def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
+def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
     """Join the processes of torchrun (or stand alone) and set up megatron-core's parallel state."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    device = _gpu(int(os.environ["LOCAL_RANK"]), share_gpus)
+    rank = int(os.environ["LOCAL_RANK"])
+    if rank >= torch.cuda.device_count():
+        raise SystemExit(f"process {rank} has no GPU, there are {torch.cuda.device_count()}")
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     parallel_state.initialize_model_parallel(
@@ -55,16 +55,6 @@ def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
-
-
-def _gpu(rank: int, is_shared: bool) -> torch.device:
-    if is_shared:
-        if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
-            raise SystemExit("--share-gpus is for the processes of one node")
-        return gpu_of(rank)
-    if rank >= torch.cuda.device_count():
-        raise SystemExit(f"process {rank} has no GPU, there are {torch.cuda.device_count()}: pass --share-gpus")
-    return torch.device("cuda", rank)
 
 
 def make_config(shape: Shape, deterministic: bool, **more: Any) -> Any:
@@ -159,7 +149,6 @@ class Training:
         self._shape = shape
         self._chunks = list(chunks)
         self._parameters = [p for chunk in chunks for p in chunk.parameters()]
-        self._delayed = DelayedGradients(module for chunk in chunks for module in chunk.modules())
         # The same tokens on every stage of a pipeline: its first reads them, its last has them as labels.
         generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
         tokens = torch.randint(0, shape.vocab, (shape.mbs, shape.seq), generator=generator)
@@ -175,7 +164,6 @@ class Training:
 
         for parameter in () if self._keeps_gradients else self._parameters:
             parameter.grad = None
-        self._delayed.clear()
         has_stages = bool(self._shape.vpp)
         results = get_forward_backward_func()(
             forward_step_func=self._forward,
@@ -192,7 +180,7 @@ class Training:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of the last step by name."""
         return {
-            f"{stage}.{name}": self._delayed.of(parameter)
+            f"{stage}.{name}": parameter.grad
             for stage, chunk in enumerate(self._chunks)
             for name, parameter in chunk.named_parameters()
         }
@@ -200,37 +188,6 @@ class Training:
     def _forward(self, batches: Any, model: Any, *_: Any, return_schedule_plan: bool = False) -> Any:
         forward = model.build_schedule_plan if return_schedule_plan else model  # with the overlap, the plan of a chunk
         return forward(self._tokens, self._positions, None, labels=self._tokens), _loss
-
-
-class DelayedGradients:
-    """Sums of the weight gradients that TransformerEngine computes behind the backward.
-
-    It sets `grad` anew for each microbatch, and leaves adding to data parallelism, which this benchmark has none of.
-    """
-
-    def __init__(self, modules: Iterable[Any]) -> None:
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for module in modules:
-            if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks"):
-                module.register_wgrad_accumulation_and_reduce_hooks(partial(self._add, module))
-
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient of a step, delayed or not."""
-        return self._sums.get(parameter, parameter.grad)
-
-    def clear(self) -> None:
-        """Start another step."""
-        self._sums.clear()
-
-    def _add(self, module: torch.nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            if not getattr(parameter, "skip_backward_post_hook", False) or parameter.grad is None:
-                continue  # autograd adds to it
-            if parameter in self._sums:
-                self._sums[parameter] += parameter.grad
-            else:
-                self._sums[parameter] = parameter.grad
-            parameter.grad = None
 
 
 def _loss(output: torch.Tensor) -> Any:

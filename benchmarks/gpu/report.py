@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of a run amount to: ratios, falls of memory, throughput, tables and plots. Pure functions."""
+"""What the records of a run amount to: ratios, falls of memory, throughput, tables and the plot. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.tables import GIB, Column, Record, picture, plot_points, shown, table
+from benchmarks.tables import Column, Record, plot_points, shown, table
 
 from .budget import BUDGETS
-from .measure import MemoryTimeline
 
 _HIGHEST = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes", "host_rss_bytes"),
-    *("copied_out_bytes", "copied_in_bytes", "host_bytes_max", "host_bytes_at_peak"),
-    *("prefetch_misses", "alloc_retries", "device_allocs"),
+    *("copied_out_bytes", "copied_in_bytes", "host_bytes_max", "prefetch_misses", "alloc_retries", "device_allocs"),
 )
 
 
@@ -33,14 +31,18 @@ def slowest_of_ranks(turns: Iterable[Record], field: str = "step_ms") -> list[li
 def summarize(records: Sequence[Record]) -> list[Record]:
     """Make one record per contender and rank: medians, falls and ratios against no offload on the same rank."""
     turns = [record for record in records if record["kind"] == "turn"]
-    base = slowest_of_ranks(turn for turn in turns if turn["contender"] == "none")
+    base = [turn for turn in turns if turn["contender"] == "none"]
     found = []
     for label in dict.fromkeys(turn["label"] for turn in turns):
         own = [turn for turn in turns if turn["label"] == label]
-        times = _times(slowest_of_ranks(own), base)
+        times = _times(slowest_of_ranks(own), slowest_of_ranks(base))
         times["host_ms_median"] = statistics.median(sum(slowest_of_ranks(own, "host_ms"), []))
         for rank in sorted({turn["rank"] for turn in own}):
-            found.append(_summary([turn for turn in own if turn["rank"] == rank], times, records))
+            mine, parities, unloaded = (
+                [record for record in some if record["rank"] == rank]
+                for some in (own, (r for r in records if r["kind"] == "parity" and r["label"] == label), base)
+            )
+            found.append(times | _memory(mine, unloaded) | _parity(mine, parities))
     return found
 
 
@@ -54,76 +56,24 @@ def _times(rounds: list[list[float]], base: list[list[float]]) -> Record:
     return times
 
 
-def _summary(mine: Sequence[Record], times: Record, records: Sequence[Record]) -> Record:
-    rank = mine[0]["rank"]
+def _memory(mine: Sequence[Record], base: Sequence[Record]) -> Record:
+    """Return the largest of each peak, how far those of the device fell, and the rates of copies."""
     summary: Record = {"kind": "summary", **{key: mine[0][key] for key in ("label", "contender", "modules", "rank")}}
-    summary |= times | {name: max(turn[name] for turn in mine) for name in _HIGHEST}
-    summary["is_confirmed"] = all(turn["is_confirmed"] for turn in mine)
+    summary |= {name: max(turn[name] for turn in mine) for name in _HIGHEST}
+    nbytes = summary["host_bytes_max"]
+    for name in ("allocated", "reserved") if base else ():
+        fall = max(turn[f"peak_{name}_bytes"] for turn in base) - summary[f"peak_{name}_bytes"]
+        summary |= {f"fall_{name}_bytes": fall, f"fall_{name}_over_max": fall / nbytes if nbytes else None}
     for name in ("out_gbps", "in_gbps"):
         rates = [turn[name] for turn in mine if turn[name]]
         summary[name] = statistics.median(rates) if rates else None
-    base = [t for t in records if t["kind"] == "turn" and t["contender"] == "none" and t["rank"] == rank]
-    if base:
-        summary |= _falls(summary, mine, base)
-    summary |= _against_link(summary, [r for r in records if r["kind"] == "link" and r["rank"] == rank])
-    if "ratio" in summary and "link_out_ms" in summary:
-        summary |= _against_bound(summary, is_pipeline=any(r["shape"]["pp"] > 1 for r in records if "shape" in r))
-    return summary | _parity(summary["label"], rank, mine, records)
+    return summary
 
 
-def _falls(summary: Record, mine: Sequence[Record], base: Sequence[Record]) -> Record:
-    """Compute how far the peaks fell: in bytes, over the most on the host, and over the bytes at the peak.
-
-    What was allocated at the peak is that of the counted step, in the turn with the least fall: the peak of another
-    step may lie where more, or less, has left the device.
-    """
-    falls: Record = {}
-    for name in ("allocated", "reserved"):
-        fall = max(turn[f"peak_{name}_bytes"] for turn in base) - summary[f"peak_{name}_bytes"]
-        falls[f"fall_{name}_bytes"] = fall
-        for on_host in ("max", "at_peak"):
-            nbytes = summary[f"host_bytes_{on_host}"]
-            falls[f"fall_{name}_over_{on_host}"] = fall / nbytes if nbytes else None
-    counted = max(turn["peak_allocated_bytes_counted"] for turn in base)
-    shares = [
-        (counted - turn["peak_allocated_bytes_counted"]) / turn["host_bytes_at_peak"]
-        for turn in mine
-        if turn["host_bytes_at_peak"]
-    ]
-    return {**falls, "fall_allocated_over_at_peak": min(shares, default=None)}
-
-
-def _against_link(summary: Record, links: Sequence[Record]) -> Record:
-    """Compute the least time of the step's bytes on the link, and how near the copies came to plain ones."""
-    if not links or not summary["copied_out_bytes"]:
-        return {}
-    best = {way: max(link[f"{way}_gbps"] for link in links) for way in ("out", "in", "both_out", "both_in")}
-    found = {f"link_{way}_ms": summary[f"copied_{way}_bytes"] / best[way] / 1e6 for way in ("out", "in")}
-    both = [summary[f"copied_{way}_bytes"] / best[f"both_{way}"] / 1e6 for way in ("out", "in")]
-    pinned = summary["pinned_bytes"] / summary["host_bytes_max"] if summary["host_bytes_max"] else None
-    shares = {f"{way}_share": (summary[f"{way}_gbps"] or 0) / best[way] for way in ("out", "in")}
-    shares |= {f"{way}_share_of_both": (summary[f"{way}_gbps"] or 0) / best[f"both_{way}"] for way in ("out", "in")}
-    return {**found, "link_both_ms": max(both), "pinned_share": pinned, **shares}
-
-
-def _against_bound(summary: Record, *, is_pipeline: bool) -> Record:
-    """Compare the step with the least that compute and link allow.
-
-    In a pipeline copies go both ways at once. Without one, a microbatch's bytes go out in its forward and come back in
-    its backward, which take turns.
-    """
-    in_turns_ms = summary["link_out_ms"] + summary["link_in_ms"]
-    link_ms = summary["link_both_ms"] if is_pipeline else in_turns_ms
-    compute_ms = summary["step_ms_median"] / summary["ratio"]
-    bound_ms = max(link_ms, compute_ms)
-    over_bound = summary["step_ms_median"] / bound_ms
-    return {"is_link_bound": link_ms > compute_ms, "bound_ms": bound_ms, "over_bound": over_bound}
-
-
-def _parity(label: str, rank: int, mine: Sequence[Record], records: Sequence[Record]) -> Record:
-    own = (r for r in records if r["kind"] == "parity" and (r["label"], r["rank"]) == (label, rank))
-    compared = [record for record in own if not record["is_reference"]]
+def _parity(mine: Sequence[Record], parities: Iterable[Record]) -> Record:
+    compared = [record for record in parities if not record["is_reference"]]
     return {
+        "is_confirmed": all(turn["is_confirmed"] for turn in mine),
         "is_bitwise_equal": all(record["is_bitwise_equal"] for record in compared) if compared else None,
         "num_differing": max((record["num_differing"] for record in compared), default=None),
         "max_relative": max((record["max_relative"] for record in compared), default=None),
@@ -131,23 +81,22 @@ def _parity(label: str, rank: int, mine: Sequence[Record], records: Sequence[Rec
     }
 
 
-def throughput(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
+def throughput(summaries: Sequence[Record], run: Record) -> list[Record]:
     """Make one record per contender: tokens/s of all ranks, the peak reserved of the worst rank, and both over full
     recomputation's where that took part."""
-    run = next((record for record in records if record["kind"] == "run"), None)
+    worst: dict[str, Record] = {}
+    for one in sorted(summaries, key=lambda one: one["peak_reserved_bytes"]):
+        worst[one["label"]] = one
+    base = worst.get("recompute")
     found = []
-    for label in dict.fromkeys(summary["label"] for summary in summaries if run):
-        own = [summary for summary in summaries if summary["label"] == label]
-        one: Record = {"kind": "throughput", "label": label, "contender": own[0]["contender"]}
-        one["tokens_per_s"] = tokens_of_step(run or {}) / own[0]["step_ms_median"] * 1e3
-        one["peak_reserved_bytes"] = max(summary["peak_reserved_bytes"] for summary in own)
-        found.append(one)
-    base = next((one for one in found if one["contender"] == "recompute"), None)
-    for one in found:
-        if base is None:
-            break
-        one["over_recompute"] = one["tokens_per_s"] / base["tokens_per_s"]
-        one["reserved_over_recompute"] = one["peak_reserved_bytes"] / base["peak_reserved_bytes"]
+    for label in dict.fromkeys(summary["label"] for summary in summaries):
+        one, ms, nbytes = worst[label], worst[label]["step_ms_median"], worst[label]["peak_reserved_bytes"]
+        record = {"kind": "throughput", "label": label, "contender": one["contender"], "peak_reserved_bytes": nbytes}
+        record["tokens_per_s"] = tokens_of_step(run) / ms * 1e3
+        if base is not None:
+            record["over_recompute"] = base["step_ms_median"] / ms
+            record["reserved_over_recompute"] = nbytes / base["peak_reserved_bytes"]
+        found.append(record)
     return found
 
 
@@ -176,11 +125,8 @@ _MEMORY: dict[str, Column] = {
     "fall alloc.": ("fall_allocated_bytes", "MiB"),
     "fall res.": ("fall_reserved_bytes", "MiB"),
     "host max": ("host_bytes_max", "MiB"),
-    "host at peak": ("host_bytes_at_peak", "MiB"),
-    "R at peak": ("fall_allocated_over_at_peak", ".4f"),
-    "R of max": ("fall_allocated_over_max", ".4f"),
-    "res. at peak": ("fall_reserved_over_at_peak", ".4f"),
-    "res. of max": ("fall_reserved_over_max", ".4f"),
+    "alloc. over it": ("fall_allocated_over_max", ".4f"),
+    "res. over it": ("fall_reserved_over_max", ".4f"),
     "pinned": ("pinned_bytes", "MiB"),
     "RSS": ("host_rss_bytes", "MiB"),
     "retries": ("alloc_retries", ""),
@@ -193,9 +139,6 @@ _MOVES: dict[str, Column] = {
     "misses": ("prefetch_misses", ""),
     "out GB/s": ("out_gbps", ".1f"),
     "in GB/s": ("in_gbps", ".1f"),
-    "link out ms": ("link_out_ms", ",.1f"),
-    "link in ms": ("link_in_ms", ",.1f"),
-    "over bound": ("over_bound", ".4f"),
     "bitwise": "is_bitwise_equal",
     "differing": ("num_differing", ""),
     "max relative": ("max_relative", ".6f"),
@@ -229,15 +172,13 @@ def tables(title: str, records: Sequence[Record]) -> list[Table]:
         table("copies of one step, and losses and gradients against no offload", _MOVES, by_rank),
         table("throughput, all ranks; memory of the worst rank", _THROUGHPUT, of("throughput")),
         table("budgets, on the worst rank: held is reserved, and what is outside of torch", BUDGETS, of("budget")),
-        table("the machine, same run", _MACHINE, of("link", "host_read", "pinning", "group_cost", "host")),
+        table("the machine, same run", _MACHINE, of("link", "pinning", "group_cost")),
     ]
 
 
-# ---- plots ----
-
 _MARKERS = {
     **{"none": "*", "ours": "o", "ours+recompute": "s", "incumbent": "^", "incumbent+recompute": "v"},
-    **{"recompute": "X", "copies": "D", "budget": "P"},
+    **{"recompute": "X", "budget": "P"},
 }
 _IN_WORDS = {
     "none": "no offload",
@@ -248,36 +189,16 @@ _IN_WORDS = {
 }
 
 
-def _in_words(label: str) -> str:
-    """Label an entry for readers who have not seen the command line."""
-    kind, _, what = label.partition(" ")
-    name = _IN_WORDS.get(kind, kind)
-    text = what.replace(" @", "; ").replace("+", "; recomputing ").replace(",", ", ")
-    return f"{name}: {text}" if text else name
-
-
-def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
-    """Plot device memory over one step of each contender: allocated as a line, reserved dashed."""
-    with picture(file, figsize=(10, 5)) as (_, axes):
-        for timeline in timelines:
-            allocated, reserved = ([n / GIB for n in series] for series in timeline[2:])
-            label = _in_words(timeline.label)
-            (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{label}: allocated")
-            axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{label}: reserved")
-        axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
-        axes.legend()
-        axes.grid(alpha=0.3)
-
-
 def plot_trade(found: Sequence[Record], file: Path) -> None:
     """Plot tokens/s over reserved memory, a point for each contender: further up and to the left is better."""
-    points = [
-        (
-            *(textwrap.fill(_in_words(one["label"]), 44), one["peak_reserved_bytes"], one["tokens_per_s"]),
-            {"marker": _MARKERS[one["contender"]]},
-        )
-        for one in found
-    ]
+
+    def in_words(label: str) -> str:
+        kind, _, what = label.partition(" ")
+        text = what.replace(" @", "; ").replace("+", "; recomputing ").replace(",", ", ")
+        return textwrap.fill(f"{_IN_WORDS[kind]}: {text}" if text else _IN_WORDS[kind], 44)
+
+    sizes = ((in_words(one["label"]), one["peak_reserved_bytes"], one["tokens_per_s"]) for one in found)
+    points = [(*size, {"marker": _MARKERS[one["contender"]]}) for size, one in zip(sizes, found, strict=True)]
     title = "circles: this engine; squares: this engine beside recomputation"
     names = {"xlabel": "peak reserved on the worst rank, GiB", "ylabel": "tokens a second, all ranks"}
     plot_points(file, points, title, **names)

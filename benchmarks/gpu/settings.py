@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.flags import (
@@ -17,14 +16,15 @@ from benchmarks.flags import (
     engine_settings,
     new_parser,
     output_file,
+    positive,
     refuse,
     words,
 )
 
 T = TypeVar("T")
 
-KINDS = ("none", "ours", "copies", "incumbent", "recompute")
-_OFFLOAD = ("ours", "copies", "incumbent")
+KINDS = ("none", "ours", "incumbent", "recompute")
+_OFFLOAD = ("ours", "incumbent")
 BF16_BYTES = 2
 
 LATENTS: dict[str, Any] = {
@@ -150,19 +150,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     kinds = {entry.kind for entry in args.entries}
-    absent = [kind for kind in args.profile_contender if kind not in kinds]
     refuse(
         parser,
         {
-            "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
-            < 1,
-            "--budget-plot draws what --budget-curve measures: give that, too": args.budget_plot and not args.budgets,
             "--budget-curve needs --rounds of at least 2: the first one finds the range": args.budgets
             and args.rounds < 2,
             "--budget-curve ends where nothing is offloaded: name none among --contenders": (
                 args.budgets and "none" not in kinds
             ),
-            f"--profile-contender {','.join(absent)} is not among --contenders": args.profile and absent,
         },
     )
     if args.budgets:  # one of all that the GPU has: it moves nothing, and tells the lowest that can be reached
@@ -179,8 +174,6 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
         raise ValueError(f"unknown contenders {sorted(unknown)}: there are {', '.join(KINDS)}")
-    if "copies" in kinds and "ours" not in kinds[: kinds.index("copies")]:
-        raise ValueError("copies moves as much as ours did before: name ours in front of it")
     found: list[Entry] = []
     for text in module_sets if set(kinds) & set(_OFFLOAD) else [""]:
         names, at, assigned = text.partition("@")
@@ -215,30 +208,19 @@ def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _overlap(args: argparse.Namespace) -> dict[str, bool]:
-    if args.delay_wgrad and not args.overlap_a2a:
-        raise ValueError("--delay-wgrad is a part of --overlap-a2a")
     if not args.overlap_a2a:
         return {}
     if args.shape.ep < 2 or (args.shape.pp > 1 and not args.shape.vpp):
         raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
-    # Copies go by calls of layers, and none is called.
-    if any(entry.kind in ("recompute", "copies") or entry.recomputed for entry in args.entries):
-        raise ValueError("--overlap-a2a excludes copies and recomputation, also behind a plus in --modules")
-    return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
+    if any(entry.kind == "recompute" or entry.recomputed for entry in args.entries):
+        raise ValueError("--overlap-a2a excludes recomputation, also behind a plus in --modules")
+    return {"overlap_moe_expert_parallel_comm": True}
 
 
 def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
     """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
     first = number % len(contenders) if rotate else 0
     return (*contenders[first:], *contenders[:first])
-
-
-def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
-    """Choose the file for a contender's trace or history: `file`, or with several beside it, with the name."""
-    if is_only:
-        return file
-    stem, dot, suffixes = file.name.partition(".")
-    return file.with_name(f"{stem}-{entry.label.replace(' ', '-').replace(',', '-')}{dot}{suffixes}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -253,38 +235,25 @@ def _parser() -> argparse.ArgumentParser:
     modules += f"({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine"
     parser.add_argument("--modules", action="append", metavar="A,B[+C,D][@E=F]", help=modules)
     add_engine_flag(parser)
-    kinds = f"in order, of {', '.join(KINDS)} (copies: no offload, beside copies of as many bytes as ours before it; "
+    kinds = f"in order, of {', '.join(KINDS)} ("
     add_flags(
         parser,
         ("--contenders", str, "ours,none,incumbent", f"{kinds}recompute: all layers, one by one)"),
         ("--latents", bool, False, "multi-latent attention, in which all norms are modules of their own"),
         ("--overlap-a2a", bool, False, "overlap all-to-all with computation (overlap_moe_expert_parallel_comm)"),
-        ("--delay-wgrad", bool, False, "with --overlap-a2a: also delay_wgrad_compute"),
-        ("--rounds", int, 3, "times all contenders take their turn"),
+        ("--rounds", positive, 3, "times all contenders take their turn"),
         ("--rotate", bool, False, "each round begins with the next contender: A B C, B C A, C A B"),
-        ("--iters --iters-per-round", int, 4, "timed steps of a turn"),
-        ("--warmup", int, 2, "steps before the turn's peaks are reset"),
+        ("--iters --iters-per-round", positive, 4, "timed steps of a turn"),
+        ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
         ("--deterministic", bool, False, "deterministic kernels wherever there are any"),
-        (
-            "--single-thread",
-            bool,
-            False,
-            "every backward in the thread of its schedule: faster if the host is the limit",
-        ),
-        ("--share-gpus", bool, False, "allow more processes than GPUs: memory and gradients are right, times are not"),
-        ("--no-micro", bool, False, "skip the measurements of the machine: link, host reads, pinning, group, host"),
+        ("--no-micro", bool, False, "skip the measurements of the machine: link, pinning, group"),
         (
             "--budgets --budget-curve",
             int,
             0,
             "beside the contenders: so many gpu_budgets, from the floor to no offload",
         ),
-        ("--budget-plot", output_file, None, "picture of the curve: tokens a second over the memory held"),
         ("--json", output_file, None, "append one JSON object a figure"),
-        ("--memory-plot", output_file, None, "picture of memory over one step of each contender, rank 0"),
         ("--trade-plot", output_file, None, "picture of tokens a second over peak reserved memory"),
-        ("--memory-history", output_file, None, "the allocator's history over one step, for pytorch.org/memory_viz"),
-        ("--profile", output_file, None, "chrome trace of one step, rank 0, for ui.perfetto.dev"),
-        ("--profile-contender", words, ("ours",), "of --profile; with several, each has a file with its name"),
     )
     return parser

@@ -13,7 +13,7 @@ from benchmarks.apart import Apart
 from benchmarks.records import Records, provenance
 from benchmarks.tables import MIB, Column, Record, show, table
 
-from .settings import Job, parse
+from .settings import parse
 
 SECONDS, HOST_BYTES = 240.0, 100 << 30  # of one process
 _ENVIRONMENT = {
@@ -56,20 +56,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     records = Records(settings.json)
     jobs = settings.jobs * settings.rounds
-    records.write([_description(settings.jobs[0])])
+    job, device = settings.jobs[0], torch.cuda.get_device_name()
+    fields = {name: value for name, value in job._asdict().items() if name not in ("contender", "shape")}
+    records.write([{"kind": "run", **provenance(_PACKAGES), "device": device, "shape": vars(job.shape), **fields}])
     with contextlib.ExitStack() as stack:
         # All import at once, which takes longer than a turn; the turns come one after the other.
         processes = [stack.enter_context(Apart(measure, job, imports=_IMPORTS)) for job in jobs]
         for process in processes:
             process.await_start()
-        for job, process in zip(tqdm(jobs, desc="recipes", unit="process"), processes, strict=True):
-            ended = process.run(seconds=SECONDS, host_bytes=HOST_BYTES)
-            about = {"kind": "turn", "contender": job.contender.label, "failure": ended.failure}
+        for turn, process in zip(tqdm(jobs, desc="recipes", unit="process"), processes, strict=True):
+            with process:
+                ended = process.run(seconds=SECONDS, host_bytes=HOST_BYTES)
+            about = {"kind": "turn", "contender": turn.contender.label, "failure": ended.failure}
             records.write([{**about, **(ended.value or {})}])
-            process.end()
     turns = records.of("turn")
     records.write(summarize(turns))
-    title = _title(settings.jobs[0])
+    sizes = f"{job.shape.layers} layers, {job.shape.seq} tokens, {job.shape.nmb} microbatches"
+    recomputed = f", recomputing {' '.join(job.recomputed)}" if job.recomputed else ""
+    title = f"{device}, {sizes}, offload of {' '.join(job.modules)}{recomputed}"
     show(table(title, _COLUMNS, turns), table(f"{title}, all turns", _SUMMARY, records.of("summary")))
     return int(any(record["failure"] for record in turns))
 
@@ -81,38 +85,17 @@ def summarize(turns: Sequence[Record]) -> list[Record]:
         if turn["failure"] is None:
             own.setdefault(turn["contender"], []).append(turn)
     medians = {name: statistics.median(ms for turn in some for ms in turn["step_ms"]) for name, some in own.items()}
-    return [
-        {
-            **{"kind": "summary", "contender": name, "step_ms": round(medians[name], 1)},
-            **({"over_none": round(medians[name] / medians["none"], 4)} if "none" in medians else {}),
-            **{f"{what}_mib": _most_mib(some, what) for what in ("reserved", "allocated")},
-        }
-        for name, some in own.items()
-    ]
-
-
-def _most_mib(turns: Sequence[Record], what: str) -> int:
-    return round(max(turn[f"{what}_bytes"] for turn in turns) / MIB)
+    found = []
+    for name, some in own.items():
+        ratio = {"over_none": round(medians[name] / medians["none"], 4)} if "none" in medians else {}
+        peaks = {f"{what}_mib": max(turn[f"{what}_bytes"] for turn in some) for what in ("reserved", "allocated")}
+        sizes = {what: round(nbytes / MIB) for what, nbytes in peaks.items()}
+        found.append({"kind": "summary", "contender": name, "step_ms": round(medians[name], 1), **ratio, **sizes})
+    return found
 
 
 def _mean_and_median(values: Sequence[float] | None) -> str:
     return f"{statistics.mean(values):.1f}, median {statistics.median(values):.1f}" if values else ""
-
-
-def _description(job: Job) -> Record:
-    import torch
-
-    fields = {name: value for name, value in job._asdict().items() if name not in ("contender", "shape")}
-    device = torch.cuda.get_device_name()
-    return {"kind": "run", **provenance(_PACKAGES), "device": device, "shape": vars(job.shape), **fields}
-
-
-def _title(job: Job) -> str:
-    import torch
-
-    sizes = f"{job.shape.layers} layers, {job.shape.seq} tokens, {job.shape.nmb} microbatches"
-    recomputed = f", recomputing {' '.join(job.recomputed)}" if job.recomputed else ""
-    return f"{torch.cuda.get_device_name()}, {sizes}, offload of {' '.join(job.modules)}{recomputed}"
 
 
 def _median(record: Record, field: str) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks.flags import add_flags, assignment, new_parser, output_file, refuse, words
+from benchmarks.flags import add_flags, assignment, new_parser, output_file, positive, refuse, words
 from benchmarks.gpu.settings import LATENTS, SETUPS, Shape
 
 CONTENDERS = ("none", "ours", "taken-over", "incumbent")
@@ -111,7 +111,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         {
             "--scopes are of --graphs layers": args.scopes and args.graphs != "layers",
             "--sharding is for --graphs none": args.sharding and args.graphs != "none",
-            "--rounds and --iters must be at least 1": min(args.rounds, args.iters) < 1,
         },
     )
     common: dict[str, Any] = {
@@ -145,8 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(
         parser,
         ("--latents", bool, False, "multi-latent attention, in which all norms are modules of their own"),
-        ("--rounds", int, 2, "turns of each contender"),
-        ("--iters", int, 8, "timed steps of a turn"),
+        ("--rounds", positive, 2, "turns of each contender"),
+        ("--iters", positive, 8, "timed steps of a turn"),
         *((f"--{name}", int, None, "in place of the setup's") for name in ("layers", "nmb", "seq")),
         ("--json", output_file, None, "append a record of each turn to this file"),
     )

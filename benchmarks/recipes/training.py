@@ -25,7 +25,7 @@ def measure(job: Job) -> dict[str, Any]:
     from benchmarks.gpu.measure import timed_steps
     from benchmarks.gpu.model import start_ranks
 
-    ranks = start_ranks(job.shape, deterministic=False, share_gpus=False)
+    ranks = start_ranks(job.shape, deterministic=False)
     assert ranks.world_size == 1
     with _offload(job) as find_engine, contextlib.redirect_stdout(io.StringIO()):
         training = _Training(job)

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -57,26 +57,14 @@ class FakeEvent:
 
 
 class FakeGauge:
-    threads: ClassVar[set[bool]] = set()  # whether a backward had threads of its own while something was measured
-
     def wait(self, **options: bool) -> None: ...
 
     start = release = wait
 
     def read(self) -> dict[str, int]:
-        self.threads.add(torch._C._is_multithreading_enabled())
         names = "torch_pinned peak_allocated peak_reserved host_rss".split()
         sizes = {f"{name}_bytes": 0 for name in names}
         return {**sizes, "outside_bytes": 2 << 20, "alloc_retries": 0, "device_allocs": 0}
-
-    def take_peak(self) -> int:
-        return 1
-
-    def current(self) -> tuple[int, int]:
-        return 1, 2
-
-    def held(self) -> tuple[int, int]:
-        return 0, 0
 
 
 TINY = settings.Shape(layers=4, hidden=32, heads=2, seq=16, mbs=2, nmb=3, vocab=64, ffn=128)
@@ -101,17 +89,17 @@ def run_everything(directory: str) -> list[str]:
     for module, names in stand_ins.items():
         vars(module).update(names)
     flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro "
-    flags += "--single-thread --budget-curve 2 --engine min_tensor_bytes=0 --engine directory=none "
+    flags += "--budget-curve 2 --engine min_tensor_bytes=0 --engine directory=none "
     flags += f"--json {directory}/out.jsonl "
-    flags += " ".join(f"--{name}-plot {directory}/{name}.png" for name in ("memory", "trade", "budget"))
+    flags += f"--trade-plot {directory}/trade.png"
     shape = " ".join(f"--{name} {value}" for name, value in dataclasses.asdict(TINY).items())
     parsed = settings.parse(f"{flags} {shape} --pp 2".split())
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
         run = main.Run(parsed, model.Ranks(dist.get_rank(), dist.get_world_size(), None))
         hooks = num_hooks(run._chunks)
-        found = [str(run.execute()), str(FakeGauge.threads)]
-    step = mock.patch.object(run._bench._training, "step", side_effect=ZeroDivisionError)
+        found = [str(run.execute())]
+    step = mock.patch.object(run._bench.training, "step", side_effect=ZeroDivisionError)
     with step, pytest.raises(ZeroDivisionError):  # in a step of ours
         run._bench.turn(run._contenders[0], 2)
     assert num_hooks(run._chunks) == hooks
@@ -128,7 +116,7 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     from tests.dist.launch import Pipeline, run_ranks
 
     (*found, shown), other = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
-    assert found == ["0", "{False}"] and other == [*found, ""]
+    assert found == ["0"] and other == [*found, ""]
     assert "ours core_attn" in shown
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     counts = collections.Counter(record["kind"] for record in records)
@@ -137,7 +125,7 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     engine = own["engine"]
     assert own["is_confirmed"] and own["copied_out_bytes"] == engine["copied_out_bytes"]
     assert own["copied_out_bytes"] >= own["copied_in_bytes"] > 0  # a slow copy-out is recalled
-    assert engine["peak_host_bytes"] == own["host_bytes_max"] > own["host_bytes_at_peak"] == 0  # at its first
+    assert engine["peak_host_bytes"] == own["host_bytes_max"] > 0
     assert own["num_copies_out"] >= engine["num_offloaded_groups"] > 0 and own["pinned_bytes"] > 0
     assert own["out_gbps"] == pytest.approx(own["copied_out_bytes"] / (0.5 * engine["num_offloaded_groups"]) / 1e6)
     assert (none["copied_out_bytes"], none["is_confirmed"]) == (0, False)
@@ -149,5 +137,4 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     assert tight["predicted_bytes"] <= tight["budget_bytes"] < loose["budget_bytes"]
     assert [one["planning_steps"] for one in (everything, tight)] == [5, 5]
     assert tight["is_above"] and not loose["is_above"]  # its gauge says that 2 MiB are held, whatever moves
-    for name in ("memory.png", "trade.png", "budget.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "trade.png").read_bytes().startswith(b"\x89PNG")

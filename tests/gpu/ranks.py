@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.shared_gpus import gpu_of
 from tests.dist.launch import Outcome, Pipeline, collect, set_up_parallel_state
 from tests.gpu.parity import CUBLAS_WORKSPACE
+from tests.gpu.shared_gpus import gpu_of
 
 TIMEOUT_S = 150.0
 _ENVIRONMENT = {

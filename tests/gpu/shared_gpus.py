@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More ranks than GPUs: those of one GPU pose to NCCL as ranks of several hosts. For the benchmark and the tests."""
+"""More ranks than GPUs: those of one GPU pose to NCCL as ranks of several hosts."""
 
 from __future__ import annotations
 
