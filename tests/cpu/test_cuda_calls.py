@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -149,12 +150,6 @@ def runtime(folder: Path) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def runtime_without_batch(runtime: ctypes.CDLL, folder: Path) -> ctypes.CDLL:
-    path = compile_library(folder / "fake.c", folder / "libwithout.so", "-DWITHOUT_BATCH")
-    return ctypes.CDLL(str(path))
-
-
-@pytest.fixture(scope="module")
 def extension(folder: Path) -> Any:
     """Return the extension module, built from the source of this checkout, whatever is installed."""
     path = compile_library(SOURCE, folder / "_cuda_calls.so")
@@ -166,7 +161,10 @@ def extension(folder: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)  # events are created on the device of the runtime
+    """Create events on the device of the runtime, and tell what it says to error codes."""
+    cudart = SimpleNamespace(cudaError=int, cudaGetErrorString=lambda code: f"reason {code}")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
 
 
 @pytest.fixture(params=["ctypes", "extension module"])
@@ -209,7 +207,7 @@ def having(runtime: ctypes.CDLL, name: str, value: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "arguments", "noted", "recorded"), CALLS)
-def test_arguments_arrive(
+def test_arguments_arrive_and_nothing_is_issued_after_an_error(
     name: str,
     arguments: tuple[Any, ...],
     noted: tuple[int, ...] | None,
@@ -217,22 +215,13 @@ def test_arguments_arrive(
     calls: Calls,
     runtime: ctypes.CDLL,
 ) -> None:
-    with having(runtime, "num_calls", 0):
-        assert getattr(calls, name)(*arguments) == 0
-        assert number(runtime, "num_calls").value == (noted is not None) + (recorded is not None)
-    if noted is not None:
-        assert last_call(runtime) == noted
-    if recorded is not None:
-        assert last_record(runtime) == recorded
-
-
-@pytest.mark.parametrize(("name", "arguments"), [call[:2] for call in CALLS])
-def test_error_codes_come_back_and_nothing_is_issued_after_an_error(
-    name: str, arguments: tuple[int, ...], calls: Calls, runtime: ctypes.CDLL
-) -> None:
     with having(runtime, "result", 600), having(runtime, "num_calls", 0):
         assert getattr(calls, name)(*arguments) == 600
         assert number(runtime, "num_calls").value == 1
+    with having(runtime, "num_calls", 0):
+        assert getattr(calls, name)(*arguments) == 0
+        assert number(runtime, "num_calls").value == (noted is not None) + (recorded is not None)
+    assert noted in (None, last_call(runtime)) and recorded in (None, last_record(runtime))
 
 
 @pytest.mark.parametrize("count", [1, 2, 64, 65, 100])  # the extension module keeps 64 on its stack
@@ -262,9 +251,9 @@ def test_each_copy_arrives_and_the_event_is_recorded_last(
         ([cuda_calls.RECORD, 0, EVENT], None, (EVENT, LEADER)),
         ([cuda_calls.WAIT, STREAM, EVENT], (WAIT, STREAM, EVENT, 0, 0, 0), None),
         ([cuda_calls.WAIT, 0, EVENT], (WAIT, LEADER, EVENT, 0, 0, 0), None),
-        (
+        (  # a batch: a routine is never captured
             [cuda_calls.COPY, STREAM, EVENT, KIND, 1, HOST, DEVICE, NBYTES],
-            (BATCH, 1, STREAM, 1 << 8 | 1, 0, 1),  # a routine is never captured
+            (BATCH, 1, STREAM, 1 << 8 | 1, 0, 1),
             (EVENT, STREAM),
         ),
     ],
@@ -291,22 +280,21 @@ def refuse(routine: cuda_calls.Routine, code: int) -> None:
 
 def test_a_routine_makes_its_calls_in_their_order_up_to_an_error(calls: Calls, runtime: ctypes.CDLL) -> None:
     copies = [HOST, HOST + 512, DEVICE, DEVICE + 1024, NBYTES, 1]
-    numbers = [cuda_calls.COPY, STREAM, EVENT, KIND, 2, *copies, cuda_calls.WAIT, 0, EVENT]
+    numbers = [cuda_calls.RECORD, 0, EVENT, cuda_calls.WAIT, STREAM, EVENT]
+    numbers += [cuda_calls.COPY, STREAM, EVENT, KIND, 2, *copies, cuda_calls.WAIT, 0, EVENT]
     failed: list[tuple[cuda_calls.Routine, int]] = []
-    routine = calls.routine(
-        [cuda_calls.RECORD, 0, EVENT, cuda_calls.WAIT, STREAM, EVENT, *numbers], 0, lambda *args: failed.append(args)
-    )
+    routine = calls.routine(numbers, 0, lambda *args: failed.append(args))
     for _ in range(2):
         with having(runtime, "num_calls", 0):
             routine.run(LEADER)
             assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, WAIT] and not failed
+            assert last_batch(runtime, 2) == [(HOST, DEVICE, NBYTES), (HOST + 512, DEVICE + 1024, 1)]
         with having(runtime, "num_calls", 0), having(runtime, "result", 700):
             routine.run(LEADER)
             assert order_of_calls(runtime) == [RECORD]
             assert failed.pop() == (routine, 700)
-    calls.routine(numbers[:-3], 0, refuse).run(LEADER)
-    assert last_call(runtime) == (BATCH, 2, STREAM, 1 << 8 | 1, 0, 1)
-    assert last_batch(runtime) == [(HOST, DEVICE, NBYTES), (HOST + 512, DEVICE + 1024, 1)]
+            with pytest.raises(pytest.fail.Exception, match="error 700"):  # what it raises for its code is raised
+                calls.routine(numbers, 0, refuse).run(LEADER)
     with having(runtime, "num_calls", 0):
         calls.routine([], 0, refuse).run(LEADER)
         assert number(runtime, "num_calls").value == 0
@@ -328,38 +316,38 @@ def test_a_routine_makes_no_call_on_the_default_stream_of_another_device(calls: 
     assert last_record(runtime) == (EVENT, 0)
 
 
-def test_what_a_routine_raises_for_its_code_is_raised(calls: Calls, runtime: ctypes.CDLL) -> None:
-    routine = calls.routine([cuda_calls.RECORD, 0, EVENT], 0, refuse)
-    with having(runtime, "result", 700), pytest.raises(pytest.fail.Exception, match="error 700"):
-        routine.run(LEADER)
-
-
-def test_numbers_that_are_no_routine_are_refused(extension: Any, runtime: ctypes.CDLL) -> None:
+def test_what_is_no_routine_and_no_argument_is_refused(extension: Any, runtime: ctypes.CDLL) -> None:
     native = extension.Calls(*addresses(runtime))
-    copy, huge = cuda_calls.COPY, 1 << 63
+    copy = [cuda_calls.COPY, STREAM, EVENT, KIND]
     for wrong in (
-        [cuda_calls.RECORD, STREAM],
-        [3, STREAM, EVENT],
-        [cuda_calls.WAIT, STREAM, EVENT, 0],
-        [copy, STREAM, EVENT, KIND],
-        [copy, STREAM, EVENT, KIND, 0],
-        [copy, STREAM, EVENT, KIND, 2, HOST, DEVICE, 1],
-        [copy, STREAM, EVENT, KIND, huge, HOST, DEVICE, 1],
-        [copy, 0, EVENT, KIND, 1, HOST, DEVICE, 1],  # copies are never on the compute stream
+        *([cuda_calls.RECORD, STREAM], [3, STREAM, EVENT], [cuda_calls.WAIT, STREAM, EVENT, 0]),
+        *(copy, [*copy, 0], [*copy, 2, HOST, DEVICE, 1], [*copy, 1 << 63, HOST, DEVICE, 1]),
+        [cuda_calls.COPY, 0, EVENT, KIND, 1, HOST, DEVICE, 1],  # copies are never on the compute stream
     ):
         with pytest.raises(ValueError, match="whole calls"):
             native.routine(wrong, 0, refuse)
-    with pytest.raises(TypeError, match="must be list"):
-        native.routine((cuda_calls.WAIT, STREAM, EVENT), 0, refuse)
-    with pytest.raises(TypeError):
-        native.routine([cuda_calls.WAIT, STREAM, "event"], 0, refuse)
-    with pytest.raises(TypeError):
-        native.routine([cuda_calls.WAIT, STREAM, EVENT])
     routine = native.routine([cuda_calls.RECORD, STREAM, EVENT], 0, refuse)
-    with pytest.raises(TypeError):
-        routine.run("stream")
-    with pytest.raises(TypeError, match="cannot create"):
-        type(routine)()
+    lists: tuple[Any, ...] = ([], [HOST], [HOST, HOST, DEVICE, DEVICE, 1], (HOST, DEVICE, 1), HOST)
+    for call, *arguments in (
+        (native.routine, (cuda_calls.WAIT, STREAM, EVENT), 0, refuse),
+        (native.routine, [cuda_calls.WAIT, STREAM, "event"], 0, refuse),
+        (native.routine, [cuda_calls.WAIT, STREAM, EVENT]),
+        (routine.run, "stream"),
+        (type(routine),),
+        (native.record, EVENT),
+        (native.query, "event"),
+        (native.wait_stream, STREAM, EVENT),
+        (native.copy_all,),
+        (native.copy_all, STREAM, EVENT, KIND),
+        *((native.copy_all, STREAM, EVENT, KIND, each) for each in lists),
+        *((native.copy_all, STREAM, EVENT, KIND, [*(3 * n - 1) * [1], "size"]) for n in (1, 100)),
+    ):
+        with pytest.raises(TypeError):
+            call(*arguments)
+    with pytest.raises(OverflowError):
+        native.wait(-1, EVENT)
+    with pytest.raises(ValueError, match="six functions"):
+        extension.Calls(1, 2, 3, 4, 5, 0, 7)
     del native
     with having(runtime, "num_calls", 0):
         routine.run(0)
@@ -370,50 +358,26 @@ def test_the_compiled_package_does_not_call_through_ctypes(runtime: ctypes.CDLL)
     assert isinstance(make_calls(runtime), CtypesCalls) != IS_COMPILED
 
 
-def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> None:
-    native = extension.Calls(*addresses(runtime))
-    with pytest.raises(TypeError, match=r"record\(\) takes 2 arguments, got 1"):
-        native.record(EVENT)
-    with pytest.raises(TypeError):
-        native.query("event")
-    with pytest.raises(OverflowError):
-        native.wait(-1, EVENT)
-    with pytest.raises(TypeError, match=r"wait_stream\(\) takes 3 arguments, got 2"):
-        native.wait_stream(STREAM, EVENT)
-    lists: tuple[Any, ...] = ([], [HOST], [HOST, HOST, DEVICE, DEVICE, 1], (HOST, DEVICE, 1), HOST)
-    for wrong in ((), (STREAM, EVENT, KIND), *((STREAM, EVENT, KIND, each) for each in lists)):
-        with pytest.raises(TypeError, match="three numbers a copy"):
-            native.copy_all(*wrong)
-    for count in (1, 100):
-        with pytest.raises(TypeError):
-            native.copy_all(STREAM, EVENT, KIND, [*(3 * count - 1) * [1], "size"])
-    with pytest.raises(ValueError, match="six functions"):
-        extension.Calls(1, 2, 3, 4, 5, 0, 7)
-
-
-@pytest.mark.parametrize("how", ["ctypes", "extension module"])
 @pytest.mark.parametrize(
     ("version", "has_batch"), [(12090, False), (13000, True), (13990, True), (14000, False), (None, False)]
 )
 def test_a_batch_is_for_runtimes_that_have_it_and_whose_arguments_are_known(
-    version: int | None,
-    has_batch: bool,
-    how: str,
-    extension: Any,
-    runtime: ctypes.CDLL,
-    runtime_without_batch: ctypes.CDLL,
+    version: int | None, has_batch: bool, extension: Any, runtime: ctypes.CDLL, folder: Path
 ) -> None:
     """With other arguments the call would be a wild write."""
-    library = runtime_without_batch if version is None else runtime
+    library = runtime
+    if version is None:
+        library = ctypes.CDLL(str(compile_library(folder / "fake.c", folder / "libwithout.so", "-DWITHOUT_BATCH")))
     with having(library, "version", version or 13000):
         assert has_batch_copy(library) == has_batch
-        calls = made(library, None if how == "ctypes" else extension)
-        assert isinstance(calls, CtypesCalls) == (how == "ctypes")
-        assert calls.copy_all(STREAM, EVENT, KIND, [HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2]) == 0
-        if has_batch:
-            assert last_call(library)[0] == BATCH
-        else:  # each copy is a call
-            assert last_call(library) == (COPY, HOST + 512, DEVICE + 512, 2, KIND, STREAM)
+        for module in (None, extension):
+            calls = made(library, module)
+            assert isinstance(calls, CtypesCalls) == (module is None)
+            assert calls.copy_all(STREAM, EVENT, KIND, [HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2]) == 0
+            if has_batch:
+                assert last_call(library)[0] == BATCH
+            else:  # each copy is a call
+                assert last_call(library) == (COPY, HOST + 512, DEVICE + 512, 2, KIND, STREAM)
 
 
 # ---- the class around them ----
@@ -454,30 +418,19 @@ def cuda(runtime: ctypes.CDLL) -> CudaRuntime:
     return CudaRuntime(torch.device("cuda", 0), runtime)
 
 
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the runtime says to error codes."""
-    cudart = SimpleNamespace(cudaError=int, cudaGetErrorString=lambda code: f"reason {code}")
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-
-
 def backwards(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[tuple[HostRegion, torch.Tensor]]:
     return [(region, tensor) for tensor, region in copies]
 
 
-def test_copies_are_of_whole_storages(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
+def test_copies_are_of_whole_storages_and_several_with_their_event_are_two_calls(
+    cuda: CudaRuntime, runtime: ctypes.CDLL
+) -> None:
     storage = torch.zeros(16, 16)
-    address = storage.data_ptr()
     cuda.copy_out(STREAM, [(storage.t()[2:], HostRegion(Slab(), 512, 1024))])
-    assert last_call(runtime) == (4, HOST + 512, address, 1024, 2, STREAM)
-    cuda.copy_in(STREAM, [(HostRegion(Slab(), 4096, 1024), storage)])
-    assert last_call(runtime) == (4, address, HOST + 4096, 1024, 1, STREAM)
+    assert last_call(runtime) == (4, HOST + 512, storage.data_ptr(), 1024, 2, STREAM)
     for wrong in (HostRegion(Slab(), 0, 1023), HostRegion(Slab(), 7680, 1024)):
         with pytest.raises(ValueError, match="bytes"):
             cuda.copy_out(STREAM, [(storage, wrong)])
-
-
-def test_several_copies_and_their_event_are_two_calls(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
     copies = three_copies()
     with having(runtime, "num_calls", 0):
         copied_out = cuda.copy_out(STREAM, copies)
@@ -488,6 +441,10 @@ def test_several_copies_and_their_event_are_two_calls(cuda: CudaRuntime, runtime
         assert last_batch(runtime) == [(t.data_ptr(), HOST + 512 * t.nbytes, t.nbytes) for t, _ in copies]
         assert last_record(runtime) == (copied_in.handle, STREAM) and copied_in.handle != copied_out.handle
         assert order_of_calls(runtime) == [BATCH, RECORD, BATCH, RECORD]
+    for some in (copies[:1], copies):
+        for copy in (lambda: cuda.copy_out(STREAM, some), lambda: cuda.copy_in(STREAM, backwards(some))):  # noqa: B023
+            with having(runtime, "result", 1), pytest.raises(CopyError, match="CUDA error 1: reason 1"):
+                copy()
 
 
 @pytest.fixture
@@ -510,13 +467,13 @@ def test_a_routine_records_the_same_events_each_time(
             run(LEADER)
             assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, BATCH, RECORD]
             assert last_record(runtime) == (copied_in.handle, STREAM)
-            tensor, region = copies[0]
-            into = tensor.data_ptr(), HOST + region.offset, 1
-            assert last_batch(runtime, 3) == [
-                into,
-                *((HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies[1:]),
-            ]
+            (tensor, region), *others = copies
+            out = [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in others]
+            assert last_batch(runtime, 3) == [(tensor.data_ptr(), HOST + region.offset, 1), *out]
     assert len({ran.handle, copied_out.handle, copied_in.handle}) == 3
+    with having(runtime, "result", 1), pytest.raises(CopyError, match="CUDA error 1: reason 1"):
+        run(LEADER)
+    run(LEADER)
 
 
 def test_another_routine_keeps_the_event_that_it_waits_for(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
@@ -533,9 +490,7 @@ def test_another_routine_keeps_the_event_that_it_waits_for(cuda: CudaRuntime, ru
     assert cuda.unrecorded().handle == handle
 
 
-def test_a_routine_on_the_default_stream_is_on_that_of_its_device(
-    routine: CudaRoutine, runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_routine_on_the_default_stream_is_on_that_of_its_device(routine: CudaRoutine, runtime: ctypes.CDLL) -> None:
     entered: list[torch.device] = []
 
     @contextmanager
@@ -544,25 +499,16 @@ def test_a_routine_on_the_default_stream_is_on_that_of_its_device(
         with having(runtime, "device", 0):
             yield
 
-    monkeypatch.setattr(torch.cuda, "device", entering)
     event = routine.record_event(COMPUTE)
-    entered.clear()
     run = routine.finish()
-    run(0)
-    assert not entered and last_record(runtime) == (event.handle, 0)
-    with having(runtime, "device", 1):
-        run(LEADER)
-        assert not entered and last_record(runtime) == (event.handle, LEADER)
+    with mock.patch.object(torch.cuda, "device", entering):
         run(0)
+        assert not entered and last_record(runtime) == (event.handle, 0)
+        with having(runtime, "device", 1):
+            run(LEADER)
+            assert not entered and last_record(runtime) == (event.handle, LEADER)
+            run(0)
     assert entered == [torch.device("cuda", 0)] and last_record(runtime) == (event.handle, 0)
-
-
-def test_a_routine_that_is_refused_is_a_copy_error(routine: CudaRoutine, runtime: ctypes.CDLL, reasons: None) -> None:
-    routine.copy_out(STREAM, three_copies())
-    run = routine.finish()
-    with having(runtime, "result", 1), pytest.raises(CopyError, match="CUDA error 1: reason 1"):
-        run(LEADER)
-    run(LEADER)
 
 
 def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
@@ -584,15 +530,6 @@ def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(cuda: CudaRuntim
         assert number(runtime, "num_calls").value == number(runtime, "num_synchronized").value == 1
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_refused_copy_is_a_copy_error(count: int, cuda: CudaRuntime, runtime: ctypes.CDLL, reasons: None) -> None:
-    copies = three_copies()[:count]
-    with having(runtime, "result", 1):
-        for copy in (lambda: cuda.copy_out(STREAM, copies), lambda: cuda.copy_in(STREAM, backwards(copies))):
-            with pytest.raises(CopyError, match="CUDA error 1: reason 1"):
-                copy()
-
-
 def test_streams_are_its_own_until_it_closes(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
     streams = [cuda.new_stream(), cuda.new_stream()]
     assert last_call(runtime)[:2] == (7, 1), "they must not wait for the default stream"
@@ -606,13 +543,20 @@ def test_streams_are_its_own_until_it_closes(cuda: CudaRuntime, runtime: ctypes.
     assert last_call(runtime)[:2] == (9, streams[0]) and number(runtime, "num_streams").value == 0
 
 
-def test_events_are_reused_and_asked_until_they_are_done(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
+def test_an_event_is_asked_until_it_is_done_and_reused(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
+    """A failed one is not complete and raises for its waiter, as on the CPU device."""
     idle = [EVENT]
     event = CudaEvent(idle.pop(), idle)
-    with having(runtime, "result", 600):  # cudaErrorNotReady
-        for ask in (cuda.is_complete, cuda.poll):
-            assert not ask(event)
-            assert last_call(runtime)[0] == 5, "torch would take the answer for an error of its own"
+    for code, asks in ((600, (cuda.is_complete, cuda.poll)), (700, (cuda.is_complete,) * 2)):  # 600: not ready
+        with having(runtime, "result", code):
+            for ask in asks:
+                assert not ask(event)
+                assert last_call(runtime)[0] == 5, "torch would take the answer for an error of its own"
+    with having(runtime, "result", 700):
+        with pytest.raises(CopyError, match="CUDA error 700: reason 700"):
+            cuda.wait(STREAM, event)
+        with pytest.raises(CopyError, match="CUDA error 700: reason 700"):
+            cuda.poll(event)
     cuda.wait(STREAM, event)
     assert last_call(runtime) == (2, STREAM, EVENT, 0, 0, 0)
     assert cuda.poll(event) and cuda.is_complete(event) and event.is_done
@@ -621,20 +565,6 @@ def test_events_are_reused_and_asked_until_they_are_done(cuda: CudaRuntime, runt
     assert last_call(runtime)[0] == 3, "a wait for what is done is a call in vain"
     del event
     assert idle == [EVENT]
-
-
-def test_failed_event_is_not_complete_and_raises_for_its_waiter(
-    cuda: CudaRuntime, runtime: ctypes.CDLL, reasons: None
-) -> None:
-    """As on the CPU device: a question is answered, and a wait raises."""
-    event = CudaEvent(EVENT, [])
-    with having(runtime, "result", 700):
-        for _ in range(2):
-            assert not cuda.is_complete(event)
-            assert last_call(runtime)[0] == 5, "torch would take it for an error of its own"
-        for wait in (lambda: cuda.wait(STREAM, event), lambda: cuda.poll(event)):
-            with pytest.raises(CopyError, match="CUDA error 700: reason 700"):
-                wait()
 
 
 def test_other_threads_run_while_one_waits_for_a_small_read(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
