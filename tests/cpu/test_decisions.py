@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from offload_engine import ChunkKey
 from offload_engine._chunk.progress import ChunkProgress
-from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._policy.lowest_peak import GroupWindowPolicy, LowestPeakPolicy, PrefetchWindowPolicy
 from offload_engine._policy.resident import ResidentBudgetPolicy, ResidentLayersPolicy
@@ -21,12 +19,9 @@ from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
-from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.schedule import Action
 from tests.cpu.test_horizon import group
-from tests.cpu.test_host_pool import make_pool
-from tests.lookups import present
 
 
 def chunks_with_a_group(count: int) -> list[ChunkProgress]:
@@ -41,70 +36,6 @@ def leaving_with(*groups: TensorGroup) -> LeavingQueue:
     for one in groups:
         leaving.push(CopyOut(one, [], 8, None))
     return leaving
-
-
-# -- the host pool ----------------------------------------------------------------------------------------------------
-
-
-def test_host_bytes_returned_while_the_pool_was_busy_are_room() -> None:
-    pool, _ = make_pool(limit_bytes=64)
-    lease = present(pool.lend(64))
-    with pool._lock:  # as in the garbage collector, in the middle of an operation
-        pool.return_lease(lease, ())
-    assert pool.room_bytes == 64
-
-
-def test_no_more_idle_slabs_are_closed_than_a_lease_needs() -> None:
-    pool, fake = make_pool(limit_bytes=192)
-    leases = [pool.lend(64), pool.lend(64)]
-    for lease in leases:
-        assert lease is not None
-        pool.return_lease(lease, ())
-    assert pool.lend(128) is not None and fake.open_bytes == 192
-
-
-def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
-    pool, fake = make_pool(slab_bytes=64, capacity=96)
-    assert pool._slabs.grow(16, 64) and fake.open_bytes == 64  # one, and not one of each size
-    assert pool._slabs.grow(16, 64) and fake.open_bytes == 80
-    assert pool._slabs.grow(32, 64) and fake.open_bytes == 32  # the idle ones have made room
-    limited, _ = make_pool(limit_bytes=64)
-    assert not limited._slabs.grow(128, 64)
-
-
-def test_new_books_count_the_slabs_and_ignore_leases_of_the_old_ones() -> None:
-    pool, _ = make_pool(slab_bytes=64)
-    old = present(pool.lend(64))
-    pool._slabs.nbytes = 0  # as if interrupted before it was counted
-    pool.reset()
-    assert pool.slab_bytes_total == 64
-    new = pool.lend(64)
-    pool.return_lease(old, ())
-    assert new is not None and pool.num_leases == 1 and pool.lent_bytes == 64
-
-
-def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
-    pool, fake = make_pool(slab_bytes=64)
-    assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
-    pool._is_frozen = True
-    lease = pool.lend(16)
-    assert lease is not None and len(pool._slabs.by_index) == 2
-    pool.return_lease(lease, ())
-    pool.thaw()
-    assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
-
-
-@pytest.mark.parametrize(
-    ("need", "expected"), [(64, pytest.raises(OffloadError, match="none can be")), (65, nullcontext())]
-)
-def test_a_frozen_pool_refuses_what_only_the_freeze_forbids(need: int, expected: Any) -> None:
-    pool, _ = make_pool(limit_bytes=64)
-    pool.freeze()
-    with expected:
-        assert pool.lend(need) is None
-
-
-# -- policies and what they count -------------------------------------------------------------------------------------
 
 
 def test_the_search_for_freed_excluded_tensors_comes_at_doubled_intervals() -> None:
@@ -159,43 +90,6 @@ def test_a_wrong_prediction_forgets_the_chunks_before_it() -> None:
     window.begin_backward(third)
     third.prefetch_index = -1
     assert window.next_chunk() is None
-
-
-def test_groups_passed_by_count_again_once_their_backward_comes() -> None:
-    counters = ByteCounters(None)
-    horizon = HorizonBytes(counters, 8)
-    passed, other = group(0, arriving_bytes=8), group(1, arriving_bytes=8)
-    for one in (passed, other):
-        one.storages = {object(): None}  # type: ignore[dict-item]
-        horizon.count_issued(one)
-    horizon.count_passed()
-    counters.prefetched_bytes = 16
-    waiting = group(2, on_host_bytes=8)
-    assert horizon.has_room(waiting, False)
-    horizon.count_reached(passed)
-    assert not horizon.has_room(waiting, False)  # 8 are ahead: those of `other` are still left out
-    counters.prefetched_bytes = 8
-    assert horizon.has_room(waiting, False)
-    other.storages = {}
-    horizon.count_reached(passed)
-    assert not horizon.has_room(waiting, False)
-
-
-def test_groups_ahead_count_while_they_have_device_bytes_and_until_the_end_of_the_iteration() -> None:
-    horizon = HorizonGroups(1)
-    ahead = group(0, own_device_bytes=8)
-    horizon.count_issued(ahead)
-    assert not horizon.has_room(group(1), False)
-    horizon.clear()
-    assert horizon.has_room(group(1), False)
-    horizon.count_issued(ahead)
-    ahead.own_device_bytes = 0
-    assert horizon.has_room(group(1), False)
-    recalled, waiting = HorizonBytes(ByteCounters(None), 8), group(1, on_host_bytes=8)
-    recalled.count_issued(group(0, recalled_bytes=8))
-    assert not recalled.has_room(waiting, False)
-    recalled.count_passed()  # for a backward that did not come
-    assert recalled.has_room(waiting, False)
 
 
 def test_an_iteration_begins_without_groups_ahead_and_with_its_schedule() -> None:
