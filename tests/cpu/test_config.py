@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OffloadConfig: accepted values, and the errors for others."""
+"""OffloadConfig: accepted values, the errors for others, and the device that an engine gets."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from offload_engine import FixedBounds, OffloadEngine, Planned
+from offload_engine._devices import CpuDevice
 from offload_engine.config import MIB, OffloadConfig
+from offload_engine.frontends._common.device import _compute_devices, device_for
 from offload_engine.policies import ResidentBudget
 
 
@@ -19,7 +26,7 @@ from offload_engine.policies import ResidentBudget
         (ValueError, "host_limit_bytes must not be negative, got -8", {"host_limit_bytes": -8}),
         *(
             (TypeError, f"{name} must be an integer number of bytes", {name: value})
-            for name in ("min_tensor_bytes", "host_limit_bytes")
+            for name in ("min_tensor_bytes", "host_limit_bytes", "gpu_budget")
             for value in (1.5, 1e6, "1MiB", True)
         ),
         (TypeError, "min_tensor_bytes", {"min_tensor_bytes": None}),
@@ -28,6 +35,17 @@ from offload_engine.policies import ResidentBudget
         (ValueError, "nothing could ever be offloaded. Raise the limit or lower", {"host_limit_bytes": MIB - 1}),
         (TypeError, "directory must be a path, 'none' or None, got 3", {"directory": 3}),
         (TypeError, "dry_run must be True or False, got 'false'", {"dry_run": "false"}),
+        (ValueError, "gpu_budget must not be negative", {"gpu_budget": -1}),
+        (ValueError, "dry_run moves nothing: omit one", {"gpu_budget": 1, "dry_run": True}),
+        (ValueError, "recompute must be one of auto, off, got 'on'", {"recompute": "on"}),
+        *(
+            (ValueError, f"^gpu_budget={budget!r} and policy={re.escape(repr(policy))} both decide what", settings)
+            for budget, policy in (
+                *((1, ResidentBudget(5)), (1, FixedBounds(horizon_bytes=5)), (1, Planned(resident_bytes=5))),
+                ("auto", ResidentBudget(5)),
+            )
+            for settings in [{"gpu_budget": budget, "policy": policy}]
+        ),
     ],
 )
 def test_bad_values_are_refused(error: type[Exception], message: str, settings: dict[str, Any]) -> None:
@@ -39,19 +57,12 @@ def test_bad_values_are_refused(error: type[Exception], message: str, settings: 
 
 def test_values_at_the_limits_and_defaults() -> None:
     config = OffloadConfig()
-    assert (config.min_tensor_bytes, config.host_limit_bytes, config.directory, config.dry_run) == (
-        MIB,
-        None,
-        None,
-        False,
-    )
+    assert (config.min_tensor_bytes, config.host_limit_bytes, config.directory) == (MIB, None, None)
+    assert not config.dry_run
     assert OffloadConfig(min_tensor_bytes=2**40).replace(host_limit_bytes=2**40).min_tensor_bytes == 2**40
-    assert OffloadConfig(min_tensor_bytes=0, host_limit_bytes=0).host_limit_bytes == 0
-    assert OffloadConfig(directory="/somewhere").directory == "/somewhere"
+    assert OffloadConfig(min_tensor_bytes=0, host_limit_bytes=0, directory="/there").directory == "/there"
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.min_tensor_bytes = 1  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        OffloadConfig(MIB)  # type: ignore[call-arg]
 
 
 def test_sizes_of_a_command_line_are_taken_as_people_type_them() -> None:
@@ -61,3 +72,34 @@ def test_sizes_of_a_command_line_are_taken_as_people_type_them() -> None:
     for text, message in (("x", "min_tensor_bytes: 'x' is not a size"), ("50%", "min_tensor_bytes: '50%' depends on")):
         with pytest.raises(ValueError, match=message):
             OffloadConfig.from_flags(min_tensor_bytes=text)
+
+
+# -- the device of an engine ------------------------------------------------------------------------------------------
+
+PLAIN = OffloadConfig(directory="none")
+
+
+def test_a_model_on_the_cpu_stays_there_and_without_weights_the_engine_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = nn.BatchNorm1d(2)
+    choices: tuple[list[nn.Module | torch.Tensor], ...] = ([model], [*model.parameters()], [model, torch.ones(2)])
+    for parts in choices:
+        device = device_for(parts, PLAIN)
+        assert isinstance(device, CpuDevice)
+        device.close()
+    assert device_for([], PLAIN) is None
+    assert device_for([nn.ReLU(), torch.ones(2, device="meta")], PLAIN) is None
+    for wrong in ("cuda", 0, torch.device("cpu")):
+        with pytest.raises(TypeError, match="torch.device. Omit it"):
+            OffloadEngine(PLAIN, wrong)  # type: ignore[arg-type]
+
+
+def test_model_with_weights_sharded_on_the_cpu_computes_elsewhere() -> None:
+    gpu = torch.device("cuda", 1)
+    wrapped: Any = nn.Sequential(nn.Linear(2, 2))
+    wrapped[0].compute_device = gpu  # as FullyShardedDataParallel has it
+    assert list(_compute_devices(wrapped)) == [gpu]
+    weight: Any = nn.Parameter(torch.ones(2))
+    for kind, device in (("cuda", torch.device("cuda")), ("cpu", torch.device("cpu"))):
+        weight.device_mesh = SimpleNamespace(device_type=kind)  # as a DTensor has it
+        assert list(_compute_devices(weight)) == [device]
