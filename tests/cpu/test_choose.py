@@ -403,21 +403,3 @@ def test_one_slow_step_of_those_that_are_timed_changes_no_prediction(slow: int) 
         rank.engine.close()
     for plain, slowed in zip(*(chosen.curve for chosen in predicted), strict=True):
         assert slowed.step_ms == pytest.approx(plain.step_ms)
-
-
-def test_times_of_groups_are_those_of_the_job() -> None:
-    [job] = ONE_RANK.ranks
-    rank = BudgetRank(job, 1 << 40)
-    while rank.controller.decider.chosen is None:
-        rank.step()
-    measured = present(rank.controller.decider.known).job
-    [expected], [found] = job.shapes, measured.shapes
-    for group, known in zip(found.groups, expected.groups, strict=True):
-        assert group.forward_ms == pytest.approx(known.lead_ms + known.forward_ms)
-        assert group.nbytes == known.nbytes // SCALE
-    assert found.head_ms == pytest.approx(expected.head_ms)
-    assert found.head_backward_ms == pytest.approx(expected.head_backward_ms)
-    backward = sum(g.backward_ms + g.lead_backward_ms for g in found.groups) + found.rest_backward_ms
-    known_backward = sum(g.backward_ms + g.lead_backward_ms for g in expected.groups) + expected.rest_backward_ms
-    assert backward == pytest.approx(known_backward)
-    rank.engine.close()

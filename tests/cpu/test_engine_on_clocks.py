@@ -49,20 +49,6 @@ def test_planned_budget_costs_no_more_than_a_guessed_one(job: PipelineJob) -> No
         assert rank.counters.peak_resident_bytes <= (job_of_rank.bounds.resident_bytes or 0)
 
 
-@pytest.mark.parametrize(
-    ("names", "mib", "gpus", "clocks"),
-    [(MOST, 3000, 1.0041, 1.0), (ALL, 3000, 1.1423, 1.1556), (ALL, 5000, 1.1040, 1.0613)],
-)
-def test_guessed_budget_is_near_the_step_time_of_gpus(
-    names: tuple[str, ...], mib: int, gpus: float, clocks: float
-) -> None:
-    """Step time over no offload. GPUs ran `ResidentBudget`, which guesses; the simulator takes plans, which do not."""
-    job = dense_job(names, resident_bytes=mib)
-    ratio = run_engine(job).milliseconds / run_engine(job, dry_run=True).milliseconds
-    assert ratio == pytest.approx(clocks, abs=1e-4)
-    assert ratio == pytest.approx(gpus, abs=0.05)
-
-
 @pytest.mark.parametrize("job", [ONE_RANK, dense_job(ALL), dense_job(MOST, max_inflight_bytes=1300)])
 def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a capture: copy-outs found complete at no boundary are waited for where the bound on copies demands it."""
