@@ -54,39 +54,22 @@ def num_hooks(model: nn.Module) -> int:
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
 
 
-def test_the_handle_is_there_while_a_model_trains(trainer: tuple[Any, Begin]) -> None:
-    callback, begin = trainer
-    model = Module()
-    assert callback.handle is None and str(callback) == "OffloadCallback: no model trains"
-    begin(callback, model)
-    model(torch.ones(8, WIDTH)).sum().backward()
-    assert present(callback.handle).layers == ("layers.0", "layers.1", "layers.2", "layers.3")
-    assert present(callback.handle).stats.num_groups == 4
-    assert str(callback) == f"OffloadCallback: {callback.handle}"
-    callback.remove()
-    assert callback.handle is None and str(callback) == "OffloadCallback: no model trains"
-    assert "moved" in callback.report()
-
-
-def test_remove_after_a_training_that_raised(trainer: tuple[Any, Begin]) -> None:
-    callback, begin = trainer
-    model = Module()
-    begin(callback, model)
-    with pytest.raises(OffloadError, match="is already offloaded"):
-        enable_activation_offloading(model, config=CONFIG)
-    callback.remove()
-    callback.remove()
-    assert num_hooks(model) == 0 and "training_step" not in vars(model)
-    enable_activation_offloading(model, config=CONFIG).remove()
-
-
-def test_the_next_training_removes_what_the_last_one_has_left(trainer: tuple[Any, Begin]) -> None:
+def test_the_handle_is_there_while_a_model_trains_also_where_the_last_one_raised(trainer: tuple[Any, Begin]) -> None:
     callback, begin = trainer
     first, second = Module(), Module()
+    assert callback.handle is None
     begin(callback, first)
     begin(callback, first)
+    first(torch.ones(8, WIDTH)).sum().backward()
+    assert present(callback.handle).layers == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert present(callback.handle).stats.num_groups == 4
+    with pytest.raises(OffloadError, match="is already offloaded"):
+        enable_activation_offloading(first, config=CONFIG)
     begin(callback, second)
-    assert num_hooks(first) == 0 and "training_step" not in vars(first)
-    assert num_hooks(second) > 0
+    second(torch.ones(8, WIDTH)).sum().backward()
+    assert num_hooks(second) > 0 == num_hooks(first) and "training_step" not in vars(first)
+    callback.remove()
     callback.remove()
     assert num_hooks(second) == 0 and "training_step" not in vars(second)
+    assert callback.handle is None and "moved" in callback.report()
+    enable_activation_offloading(second, config=CONFIG).remove()

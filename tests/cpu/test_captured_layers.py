@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
-from offload_engine._captured.slots import Slot
 from offload_engine._compat import reads
 from offload_engine._devices.base import HostRegion
 from offload_engine.captured_layers import CapturedLayers
@@ -358,15 +357,6 @@ def test_what_a_backward_computes_again_leaves_the_slots_there(engine: OffloadEn
     graphs.layers[:] = [Again(graphs.pool, WIDTH, factor) for factor in FACTORS]
     assert captured(graphs, engine, graphs_beside=0).copied_out_bytes > 0
     check_replays(graphs)
-
-
-def test_a_slot_gives_what_is_free_where_it_is_asked_for_if_it_is() -> None:
-    buffer = torch.zeros(64, dtype=torch.uint8)
-    slot = Slot(buffer, 0)
-    taken = [slot.take(nbytes, offset, 16) for nbytes, offset in ((10, 32), (16, 32), (16, 16), (16, 16))]
-    assert [storage.data_ptr() - buffer.data_ptr() for storage in taken] == [32, 0, 16, 48]
-    with pytest.raises(OffloadError, match="more than the 64 bytes"):
-        slot.take(1, 0, 16)
 
 
 @pytest.mark.parametrize(("least", "is_moved"), [(4 * WIDTH, True), (4 * WIDTH + 1, False)])

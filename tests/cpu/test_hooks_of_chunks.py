@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadEngine
+from offload_engine import OffloadEngine
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from tests.cpu.test_engine import NUMEL, check_nothing_left, leaf, make_engine
@@ -70,11 +70,13 @@ def test_tensors_saved_while_the_hooks_pause_are_left_to_autograd(engine: Offloa
     check_nothing_left(engine)
 
 
-def test_hooks_pause_behind_the_whole_of_a_tensor(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("is_whole", [True, False], ids=["the whole", "its parts, of which one would keep it"])
+def test_hooks_pause_behind_the_whole_of_a_tensor(engine: OffloadEngine, is_whole: bool) -> None:
     """Those of all groups around pause, whatever was saved in front of it."""
     x = leaf()
-    tensors = [torch.rand(NUMEL) for _ in range(3)]
-    plain = torch.autograd.grad(SaveInOrder.apply(x, tensors).sum(), x)[0]
+    first, whole, last = (torch.rand(NUMEL) for _ in range(3))
+    saved = [first, whole, last] if is_whole else [first, *whole.chunk(2), last]
+    plain = torch.autograd.grad(SaveInOrder.apply(x, saved).sum(), x)[0]
     with engine.iteration():
         chunk = engine.start_chunk()
         with chunk.hooks.around_groups():
@@ -83,39 +85,20 @@ def test_hooks_pause_behind_the_whole_of_a_tensor(engine: OffloadEngine) -> None
                 inner = chunk.open_group("inner")
                 with chunk.saved_tensors_hooks():
                     before = innermost_hooks()
-                    first, whole, _ = tensors
                     assert chunk.hooks.pause_behind(whole.view(2, -1))
-                    total = SaveInOrder.apply(x, tensors).sum()
-                    assert innermost_hooks() is None
+                    total = SaveInOrder.apply(x, saved).sum()
+                    assert (innermost_hooks() is None) == is_whole
                     chunk.hooks.resume()
                     assert innermost_hooks() == before
                 chunk.close_group()
             chunk.close_group()
-        assert {saved.key for saved in inner.storages} == {tensor.untyped_storage()._cdata for tensor in (first, whole)}
-        assert not outer.storages
-        del first, whole
-        tensors.clear()
+        packed = {each.untyped_storage()._cdata for each in ((first, whole) if is_whole else (first, whole, last))}
+        assert {each.key for each in inner.storages} == packed and not outer.storages
+        del first, whole, last
+        saved.clear()
         assert torch.equal(torch.autograd.grad(total, x)[0], plain)
         del total
     check_nothing_left(engine)
-
-
-def test_hooks_stay_where_the_whole_of_it_is_never_saved(engine: OffloadEngine) -> None:
-    """Its parts would keep it on the device if one alone went through them."""
-    x, tensor = leaf(), torch.rand(NUMEL)
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        with chunk.hooks.around_groups():
-            before = innermost_hooks()
-            assert chunk.hooks.pause_behind(tensor)
-            SaveInOrder.apply(x, tensor.chunk(2))
-            assert innermost_hooks() is not None
-            chunk.hooks.resume()
-            assert innermost_hooks() == before
-
-
-def behind_a_tensor(chunk: ChunkOffloadHandler) -> bool:
-    return chunk.hooks.pause_behind(torch.rand(NUMEL))
 
 
 @pytest.mark.parametrize("innermost", ["none", "other hooks", "another chunk", "a pause that waits", "a group"])
@@ -133,11 +116,11 @@ def test_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) 
         if innermost in contexts:
             stack.enter_context(contexts[innermost]())
         if innermost == "a pause that waits":
-            assert behind_a_tensor(chunk)
+            assert chunk.hooks.pause_behind(torch.rand(NUMEL))
             stack.callback(chunk.hooks.resume)
         before = innermost_hooks()
         assert not chunk.hooks.pause_around_groups()
-        assert innermost == "a group" or not behind_a_tensor(chunk)
+        assert innermost == "a group" or not chunk.hooks.pause_behind(torch.rand(NUMEL))
         assert innermost_hooks() == before
 
 
@@ -152,15 +135,13 @@ def other(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_hooks_that_another_has_left_on_top_stay_there_alone() -> None:
+def test_hooks_leave_those_of_others_alone() -> None:
+    """Also where another has left its own on top, as a generator of torch's checkpoint before it is freed."""
     with OwnHooks(same, same):
-        torch_private.push_hooks(other, other)  # as a generator of torch's checkpoint, before it is freed
+        torch_private.push_hooks(other, other)
     assert innermost_hooks() == (other, other)
     torch_private.pop_hooks()
     assert innermost_hooks() is None
-
-
-def test_hooks_that_were_taken_off_leave_others_alone() -> None:
     with OwnHooks(other, other):
         with OwnHooks(same, same):
             pop_own(lambda unpack: unpack is same)
