@@ -390,22 +390,33 @@ BASE = 1 << 20
 
 
 class Allocator:
-    """A GPU's allocator on the CPU: what the engine has resident, `base` more, and what it has ever reserved."""
+    """A GPU's allocator on the CPU: what the engine has resident, `base` more, and what it has ever reserved.
 
-    def __init__(self, engine: OffloadEngine, base: int = BASE) -> None:
-        self._gauge = ResidentGauge(engine._store.counters)
-        self._base = base
+    Args:
+        in_floor: bytes reserved in vain before the first step that is planned.
+        of_steps: step by step from that one on; empty: as many.
+    """
+
+    before_trim = 0
+    """More, until memory is returned for the first time."""
+
+    def __init__(self, job: Job, in_floor: int = KIB, of_steps: tuple[int, ...] = (), base: int = BASE) -> None:
+        self._gauge, self._controller = ResidentGauge(job.engine._store.counters), job.controller
+        self._base, self._in_floor, self._of_steps = base, in_floor, of_steps or (in_floor,)
         self._reserved = self.num_trims = 0
+        job.controller._last.gauge = self
 
     def peak_bytes(self) -> int:
         return self._base + self._gauge.peak_bytes()
 
     def reset(self) -> None:
-        self._note()
+        self.held_bytes()
         self._gauge.reset()
 
     def held_bytes(self) -> int:
-        self._note()
+        number = self._controller.num_planning_steps - 4
+        wasted = self._in_floor if number < 0 else self._of_steps[min(number, len(self._of_steps) - 1)]
+        self._reserved = max(self._reserved, self.peak_bytes() + wasted + self.before_trim * (not self.num_trims))
         return self._reserved
 
     def outside_bytes(self) -> int:
@@ -417,36 +428,10 @@ class Allocator:
     def trim(self) -> None:
         self._reserved, self.num_trims = 0, self.num_trims + 1
 
-    def _note(self) -> None:
-        self._reserved = max(self._reserved, self.peak_bytes() + KIB)
 
-
-def on_gpu(budget: int, **allocator: Any) -> tuple[ByHand, Allocator]:
+def on_gpu(budget: int, in_floor: int = KIB, *of_steps: int, base: int = BASE) -> tuple[ByHand, Allocator]:
     job = ByHand(config(gpu_budget=budget))
-    gauge = job.controller._last.gauge = Allocator(job.engine, **allocator)
-    return job, gauge
-
-
-class Fragments(Allocator):
-    """Reserves in vain what `of_steps` says, step by step from the first that is planned, and `in_floor` before."""
-
-    before_trim = 0
-    """More, until memory is returned for the first time."""
-
-    def __init__(self, controller: Any, engine: OffloadEngine, in_floor: int, of_steps: tuple[int, ...]) -> None:
-        super().__init__(engine)
-        self._controller, self._in_floor, self._of_steps = controller, in_floor, of_steps or (in_floor,)
-
-    def _note(self) -> None:
-        number = self._controller.num_planning_steps - 4
-        wasted = self._in_floor if number < 0 else self._of_steps[min(number, len(self._of_steps) - 1)]
-        self._reserved = max(self._reserved, self.peak_bytes() + wasted + self.before_trim * (not self.num_trims))
-
-
-def on_fragments(budget: int, in_floor: int, *of_steps: int) -> tuple[ByHand, Fragments]:
-    job = ByHand(config(gpu_budget=budget))
-    gauge = job.controller._last.gauge = Fragments(job.controller, job.engine, in_floor, of_steps)
-    return job, gauge
+    return job, Allocator(job, in_floor, of_steps, base)
 
 
 @pytest.mark.parametrize("before", [0, 10], ids=["", "much was reserved before"])
@@ -470,7 +455,8 @@ def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_windo
     reference = make(config(dry_run=True))
     most = BASE + max(make(config(dry_run=True)).steps(1).peaks)
     job = make(config(gpu_budget=most * 17 // 16 if case == "hardly fits" else most * 5 // 4, recompute="off"))
-    job.controller._idleness.is_measured, job.controller._last.gauge = True, Allocator(job.engine)
+    job.controller._idleness.is_measured = True
+    Allocator(job)
     with mock.patch.object(job.engine, "start_chunk", wraps=job.engine.start_chunk) as start_chunk:
         for number in range(9):
             start_chunk.reset_mock()
@@ -529,7 +515,7 @@ def test_steps_are_alike_within_a_64th(most: int, are_alike: bool) -> None:
 def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_count() -> None:
     """At 32,768 tokens predictions were 4 GiB too high: the first steps had left as much in pieces."""
     most = most_of()
-    job, gauge = on_fragments(1 << 40, 10 * KIB)
+    job, gauge = on_gpu(1 << 40, 10 * KIB)
     gauge.before_trim = most
     job.steps(8)
     # Copies are threads: a step before may have held more at its peak than the measured one.
@@ -543,7 +529,7 @@ def test_the_first_decision_leaves_a_part_of_what_the_floor_reserves_in_vain() -
     """Fragments of a decision are not those of the floor: planned steps held 770 MiB more than their budget."""
     wasted = 100 * KIB
     budget = BASE + wasted + round(0.8 * most_of())
-    job, gauge = on_fragments(budget, wasted, wasted * 5 // 4)
+    job, gauge = on_gpu(budget, wasted, wasted * 5 // 4)
     while State.HOLD not in job.states:
         job.step()
     assert job.states[-3:] == [State.VERIFY, State.VERIFY, State.HOLD]  # no step was above, so nothing is corrected
@@ -559,7 +545,7 @@ def test_a_decision_that_reserves_too_much_in_vain_is_corrected(halves: tuple[in
     """The second step with a decision held 1,000 MiB more than the first: full segments had been split by then."""
     wasted = 100 * KIB
     budget = BASE + wasted + round(0.6 * most_of())
-    job, gauge = on_fragments(budget, wasted, *(half * wasted // 2 for half in halves))
+    job, gauge = on_gpu(budget, wasted, *(half * wasted // 2 for half in halves))
     job.steps(10)
     assert job.states[-1] is State.HOLD and job.states.count(State.VERIFY) == num_verified
     assert job.moved[3] < job.moved[-1] and gauge.held_bytes() <= budget
@@ -586,7 +572,7 @@ def test_a_peak_between_two_steps_changes_no_decision_and_growth_of_all_else_kee
 def test_what_each_step_reserves_in_vain_keeps_less_where_returning_it_does_not_help() -> None:
     """Else each step would be above the budget, and each would begin with an empty allocator."""
     budget = BASE + 20 * KIB + round(0.8 * most_of())
-    job, gauge = on_fragments(budget, 10 * KIB)
+    job, gauge = on_gpu(budget, 10 * KIB)
     job.steps(8)
     assert job.states[-1] is State.HOLD and gauge.held_bytes() <= budget
     moved, num_trims = job.moved[-1], gauge.num_trims

@@ -22,8 +22,8 @@ from tests.cpu.test_budget import (
     BASE,
     DEPTH,
     HIDDEN,
+    Allocator,
     ByLayers,
-    Fragments,
     assert_same_training,
     config,
 )
@@ -142,7 +142,7 @@ def test_a_step_with_checkpoints_begins_with_an_empty_allocator_where_one_was_ab
 ) -> None:
     """No plan knows the first; on an H200 its blocks let the third hold 1,024 MiB more than once they were returned."""
     job = NetJob(Net(), gpu_budget=BASE + 2 * lowest())
-    gauge = job.controller._last.gauge = Fragments(job.controller, job.engine, 0, (in_first, 0))
+    gauge = Allocator(job, 0, (in_first, 0))
     while not job.recomputed():
         assert len(job.states) < 5
         job.step(1)

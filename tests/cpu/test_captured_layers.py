@@ -67,6 +67,14 @@ class Graphs:
         self.layers = [Layer(self.pool, WIDTH, factor) for factor in FACTORS]
         self.chunks: dict[str, GraphedChunk] = {}
 
+    @contextmanager
+    def graph(self) -> Iterator[Any]:
+        """Capture one more graph."""
+        graph = self.owner.CUDAGraph()
+        graph.capture_begin()
+        yield graph
+        graph.capture_end()
+
     def capture(self) -> None:
         for action in self.order:
             chunk = self.chunks.setdefault(action[1:], GraphedChunk(self.layers, self.owner))
@@ -259,10 +267,8 @@ def test_what_a_backward_leaves_behind_keeps_its_slot(engine: OffloadEngine, gra
         layer.stash = stash
     with capturing(graphs, engine) as layers:
         graphs.capture()
-        late = graphs.owner.CUDAGraph()
-        late.capture_begin()
-        sums = [graphs.pool.launch(torch.neg, graphs.pool.empty(WIDTH), saved) for saved in stash]
-        late.capture_end()
+        with graphs.graph() as late:
+            sums = [graphs.pool.launch(torch.neg, graphs.pool.empty(WIDTH), saved) for saved in stash]
         stash.clear()
     assert layers.copied_out_bytes > 0
     inputs = [torch.rand(WIDTH)]
@@ -301,21 +307,18 @@ class OneBackwardOfTwo:
 
     def __init__(self, graphs: Graphs) -> None:
         layers = [*graphs.layers[:2], *(Two(graphs.pool, WIDTH, factor) for factor in FACTORS[2:4])]
-        self._owner = graphs.owner
         self._graphs: list[tuple[Any, list[torch.Tensor]]] = []  # with what they write
         self._inputs = [graphs.pool.empty(WIDTH).fill_(1.0).requires_grad_() for _ in layers]
         grads = [graphs.pool.empty(WIDTH).fill_(1.0) for _ in layers]
-        outputs = [self._capture(lambda: [layer(x)])[0] for layer, x in zip(layers, self._inputs, strict=True)]  # noqa: B023
+        outputs = []
+        for layer, x in zip(layers, self._inputs, strict=True):
+            with graphs.graph() as graph:
+                outputs.append(layer(x))
+            self._graphs.append((graph, [alias(outputs[-1].detach())]))
         for read in (slice(3, 4), slice(2, 3), slice(2)):
-            self._capture(torch.autograd.grad, outputs[read], self._inputs[read], grads[read])
-
-    def _capture(self, call: Callable[..., Sequence[torch.Tensor]], *args: Any) -> Sequence[torch.Tensor]:
-        graph = self._owner.CUDAGraph()
-        graph.capture_begin()
-        results = call(*args)
-        graph.capture_end()
-        self._graphs.append((graph, [alias(result.detach()) for result in results]))
-        return results
+            with graphs.graph() as graph:
+                found = torch.autograd.grad(outputs[read], self._inputs[read], grads[read])
+            self._graphs.append((graph, [alias(each) for each in found]))
 
     def run(self, seed: int) -> list[torch.Tensor]:
         generator, found = torch.Generator().manual_seed(seed), list[torch.Tensor]()
@@ -389,11 +392,9 @@ def test_a_capture_with_an_open_group_or_without_an_end_leaves_no_hooks_and_no_o
     engine: OffloadEngine, graphs: Graphs
 ) -> None:
     with engine.graphs.capture_layers(owner=graphs.owner):
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        group = present(engine.graphs.recording).group()
-        group.push()
-        graph.capture_end()
+        with graphs.graph():
+            group = present(engine.graphs.recording).group()
+            group.push()
         group.pop()
         assert not has_hooks()
     with pytest.raises(OffloadError, match="was interrupted"), engine.graphs.capture_layers(owner=graphs.owner):
@@ -466,19 +467,6 @@ def test_the_memory_of_slots_is_freed_and_graphs_without_it_are_not_replayed(
     check_replays(again)
 
 
-def test_a_tensor_that_was_written_after_its_save_is_an_error(engine: OffloadEngine, graphs: Graphs) -> None:
-    x = torch.rand(WIDTH, requires_grad=True)
-    with engine.graphs.capture_layers(owner=graphs.owner):
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        y = x * 2
-        out = y.sin()
-        y.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-        graph.capture_end()
-
-
 class Rewriting(Layer):
     """Its backward writes into what it has saved, and then reads that again."""
 
@@ -500,18 +488,22 @@ class _Rewriting(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("has_left", [False, True])
-def test_a_tensor_that_a_backward_has_written_is_an_error(
+def test_a_tensor_that_was_written_after_its_save_or_by_a_backward_is_an_error(
     has_left: bool, engine: OffloadEngine, graphs: Graphs
 ) -> None:
+    x = torch.rand(WIDTH, requires_grad=True)
     with capturing(graphs, engine) as layers:
         chunk = GraphedChunk([Rewriting(graphs.pool, WIDTH, 1.0), *graphs.layers[: 4 * has_left]], graphs.owner)
         chunk.capture_forward()
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with graphs.graph(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             chunk._static[0][1].sum().backward()
-        graph.capture_end()
         del chunk
+        with graphs.graph():
+            y = x * 2
+            out = y.sin()
+            y.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
     assert (layers.copied_out_bytes > 0) == has_left
 
 
@@ -596,11 +588,9 @@ def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: Offlo
     with capturing(graphs, engine, graphs_beside=0) as layers:
         chunk = graphs.chunks["0"] = GraphedChunk(graphs.layers[:1], graphs.owner)
         chunk.capture_forward()
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        chunk._static.clear()  # the autograd graph goes with it
-        graphs.layers[1](torch.ones(WIDTH, requires_grad=True))
-        graph.capture_end()
+        with graphs.graph():
+            chunk._static.clear()  # the autograd graph goes with it
+            graphs.layers[1](torch.ones(WIDTH, requires_grad=True))
     assert layers.copied_out_bytes == 0
 
 
@@ -612,11 +602,8 @@ def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused
         chunk.capture_forward()
         with pytest.raises(OffloadError, match="runs outside a capture: capture it, too"):
             chunk._static[0][1].sum().backward()
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        with pytest.raises(OffloadError, match="reads what two others have saved"):
-            sum(out.sum() for _, out in chunk._static[1:]).backward()  # type: ignore[union-attr]
-        graph.capture_end()
+        with graphs.graph(), pytest.raises(OffloadError, match="reads what two others have saved"):
+            torch.stack([out.sum() for _, out in chunk._static[1:]]).sum().backward()
 
 
 # -- the order of uses of the same bytes ------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +24,10 @@ from offload_engine import (
     group_commit,
     group_start,
 )
+from offload_engine._compat import torch_private
+from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from offload_engine.schedule import parse_actions
-from tests.adversarial import AdversarialDevice, AdversarialStream
+from tests.adversarial import AdversarialDevice
 from tests.engine_state import release_all
 
 NUMEL = 512
@@ -316,39 +317,35 @@ def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEng
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
 
-@pytest.mark.parametrize("kind", ["out", "in"])
-def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: OffloadEngine) -> None:
-    """No event tells of that copy, and the graph goes before the reset."""
-    device: Any = engine.device
-    stream = getattr(engine._store.context, f"copy_{kind}_stream")
-    record, interrupts = device.record_event, iter([KeyboardInterrupt])
-
-    def record_event(of: AdversarialStream) -> object:
-        for interrupt in interrupts if of == stream else ():
-            raise interrupt
-        return record(of)
-
-    engine.begin_iteration()
-    with mock.patch.object(device, "record_event", record_event), pytest.raises(KeyboardInterrupt):
-        six_groups(engine).backward()
-    gc.collect()
-    engine.reset_iteration()
-    assert not device.hazards
-    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
-
-
-def test_an_error_or_an_interrupt_in_a_close(engine: OffloadEngine) -> None:
+def test_an_error_behind_a_close_is_the_one_that_comes_out(engine: OffloadEngine) -> None:
     with pytest.raises(ValueError, match="of the caller"), engine.iteration():
         engine.close()
         raise ValueError("of the caller")
-    other = make_engine()
-    with mock.patch.object(other.device, "synchronize", side_effect=KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            other.close()
-    with mock.patch.object(other.device, "close") as close:
-        other.close()
-        other.close()
-    close.assert_called_once()
+
+
+class _Clears(torch.autograd.Function):
+    """Frees in its backward what it has read, as TransformerEngine's modules do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        saved = x.cos()
+        ctx.save_for_backward(saved)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (saved,) = ctx.saved_tensors
+        result = grad * saved
+        saved.data = torch.empty(0)
+        return result
+
+
+def test_a_backward_may_give_what_it_has_read_another_storage(engine: OffloadEngine) -> None:
+    """The meter looked the bytes up by the storage that came in its place, and a training ended with that error."""
+    check_against_plain(engine, _Clears.apply, leaf())
+
+
+# -- groups without room on the host, and the return of host memory ----------------------------------------------------
 
 
 def sines(engine: OffloadEngine, num_groups: int) -> torch.Tensor:
@@ -390,23 +387,130 @@ def test_host_memory_is_trimmed_on_request_and_at_the_end(engine: OffloadEngine)
     assert device.host_bytes == 0
 
 
-class _Clears(torch.autograd.Function):
-    """Frees in its backward what it has read, as TransformerEngine's modules do."""
+# -- hooks that pause, so that what is saved meanwhile is autograd's alone, and hooks that leave autograd's stack -----
+
+
+def innermost_hooks() -> Any:
+    return torch_private.innermost_hooks(True)
+
+
+@pytest.fixture(autouse=True)
+def empty_stack() -> Iterator[None]:
+    assert innermost_hooks() is None
+    yield
+    while innermost_hooks() is not None:
+        torch_private.pop_hooks()
+
+
+class SaveInOrder(torch.autograd.Function):
+    """Saves some tensors in their order, and gives `x` back times their total."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        saved = x.cos()
-        ctx.save_for_backward(saved)
-        return x.sin()
+    def forward(ctx: Any, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return x * _total(tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (saved,) = ctx.saved_tensors
-        result = grad * saved
-        saved.data = torch.empty(0)
-        return result
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * _total(ctx.saved_tensors), None
 
 
-def test_a_backward_may_give_what_it_has_read_another_storage(engine: OffloadEngine) -> None:
-    """The meter looked the bytes up by the storage that came in its place, and a training ended with that error."""
-    check_against_plain(engine, _Clears.apply, leaf())
+def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.sum() for tensor in tensors]).sum()
+
+
+def test_tensors_saved_while_the_hooks_pause_are_left_to_autograd(engine: OffloadEngine) -> None:
+    assert engine.meter is not None
+    x = leaf()
+    plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with chunk.hooks.around_groups():
+            assert chunk.hooks.pause_around_groups() and innermost_hooks() is None
+            inner = (x * 1).exp()
+            chunk.hooks.resume()
+            assert engine.meter.current_bytes == 0
+            total = inner.sin().sum()
+            assert engine.meter.current_bytes == 4 * NUMEL
+        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
+        del inner, total
+    check_nothing_left(engine)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["the whole", "its parts, of which one would keep it"])
+def test_hooks_pause_behind_the_whole_of_a_tensor(engine: OffloadEngine, is_whole: bool) -> None:
+    """Those of all groups around pause, whatever was saved in front of it."""
+    x = leaf()
+    first, whole, last = (torch.rand(NUMEL) for _ in range(3))
+    saved = [first, whole, last] if is_whole else [first, *whole.chunk(2), last]
+    plain = torch.autograd.grad(SaveInOrder.apply(x, saved).sum(), x)[0]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with chunk.hooks.around_groups():
+            outer = chunk.open_group("outer")
+            with chunk.saved_tensors_hooks():
+                inner = chunk.open_group("inner")
+                with chunk.saved_tensors_hooks():
+                    before = innermost_hooks()
+                    assert chunk.hooks.pause_behind(whole.view(2, -1))
+                    total = SaveInOrder.apply(x, saved).sum()
+                    assert (innermost_hooks() is None) == is_whole
+                    chunk.hooks.resume()
+                    assert innermost_hooks() == before
+                chunk.close_group()
+            chunk.close_group()
+        packed = {each.untyped_storage()._cdata for each in ((first, whole) if is_whole else (first, whole, last))}
+        assert {each.key for each in inner.storages} == packed and not outer.storages
+        del first, whole, last
+        saved.clear()
+        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
+        del total
+    check_nothing_left(engine)
+
+
+@pytest.mark.parametrize("innermost", ["none", "other hooks", "another chunk", "a pause that waits", "a group"])
+def test_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) -> None:
+    """Under a group they do, behind a tensor."""
+    with engine.iteration(), contextlib.ExitStack() as stack:
+        chunk = engine.start_chunk()
+        contexts: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+            "other hooks": torch.autograd.graph.save_on_cpu,
+            "another chunk": engine.start_chunk().hooks.around_groups,
+            "a group": chunk.saved_tensors_hooks,
+        }
+        if innermost != "none":
+            stack.enter_context(chunk.hooks.around_groups())
+        if innermost in contexts:
+            stack.enter_context(contexts[innermost]())
+        if innermost == "a pause that waits":
+            assert chunk.hooks.pause_behind(torch.rand(NUMEL))
+            stack.callback(chunk.hooks.resume)
+        before = innermost_hooks()
+        assert not chunk.hooks.pause_around_groups()
+        assert innermost == "a group" or not chunk.hooks.pause_behind(torch.rand(NUMEL))
+        assert innermost_hooks() == before
+
+
+# ---- hooks that leave autograd's stack by what they are ----
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def other(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_hooks_leave_those_of_others_alone() -> None:
+    """Also where another has left its own on top, as a generator of torch's checkpoint before it is freed."""
+    with OwnHooks(same, same):
+        torch_private.push_hooks(other, other)
+    assert innermost_hooks() == (other, other)
+    torch_private.pop_hooks()
+    assert innermost_hooks() is None
+    with OwnHooks(other, other):
+        with OwnHooks(same, same):
+            pop_own(lambda unpack: unpack is same)
+        assert innermost_hooks() == (other, other)
+    assert innermost_hooks() is None
