@@ -227,7 +227,7 @@ def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> 
 
 def layer_options(job: Job, milliseconds: float = 1.0) -> tuple[RecomputeOption, ...]:
     """Each layer, of which an input of 64 MiB is saved still."""
-    found = defaultdict(dict[Slot, int])
+    found: defaultdict[int, dict[Slot, int]] = defaultdict(dict)
     for slot, group in zip(slots_of(0, job.shapes[0].groups), job.shapes[0].groups, strict=True):
         found[slot.layer][slot] = group.nbytes
     return tuple(

@@ -261,15 +261,17 @@ def test_what_is_no_routine_and_no_argument_is_refused(extension: Any, runtime: 
     ):
         with pytest.raises(ValueError, match="whole calls"):
             native.routine(wrong, 0, refuse)
-    lists: tuple[Any, ...] = ([], [HOST], [HOST, HOST, DEVICE, DEVICE, 1], (HOST, DEVICE, 1), HOST)
-    for call, *arguments in (
+    wrong_calls: list[tuple[Any, ...]] = [
         (native.routine, (cuda_calls.WAIT, STREAM, EVENT), 0, refuse),
         (native.routine, [cuda_calls.WAIT, STREAM, "event"], 0, refuse),
         (native.record, EVENT),
         (native.query, "event"),
-        *((native.copy_all, STREAM, EVENT, KIND, each) for each in lists),
-        *((native.copy_all, STREAM, EVENT, KIND, [*(3 * n - 1) * [1], "size"]) for n in (1, 100)),
-    ):
+    ]
+    for copies in ([], [HOST], [HOST, HOST, DEVICE, DEVICE, 1], (HOST, DEVICE, 1), HOST):
+        wrong_calls.append((native.copy_all, STREAM, EVENT, KIND, copies))
+    for count in (1, 100):
+        wrong_calls.append((native.copy_all, STREAM, EVENT, KIND, [*(3 * count - 1) * [1], "size"]))
+    for call, *arguments in wrong_calls:
         with pytest.raises(TypeError):
             call(*arguments)
     with pytest.raises(ValueError, match="six functions"):

@@ -35,8 +35,12 @@ def test_a_line_for_people_and_metrics_with_units() -> None:
 
 
 def test_waits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_slowly(*args: Any) -> Any:
+        time.sleep(0.005)
+        return read(*args)
+
     read = copy_worker._read
-    monkeypatch.setattr(copy_worker, "_read", lambda *args: (time.sleep(0.005), read(*args))[1])
+    monkeypatch.setattr(copy_worker, "_read", read_slowly)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none"))
     for ask in (engine.timer.ask, engine.record):
         ask()
