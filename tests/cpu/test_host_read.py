@@ -169,7 +169,7 @@ def test_an_abandoned_read_keeps_its_slot_and_a_wait_lasts_until_the_kernel_is_o
     runtime.is_slow = True
     abandoned = reader.read(numbers(1)).tensor.data_ptr()
     read, done = reader.read(numbers(1)), threading.Event()
-    waiting = threading.Thread(target=lambda: [call() for call in (read.wait, done.set)])
+    waiting = threading.Thread(target=lambda: [call() for call in (read.wait, done.set)], daemon=True)
     waiting.start()
     runtime.is_slow = False
     others = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS - 2)]
