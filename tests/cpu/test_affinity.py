@@ -112,9 +112,12 @@ def _bind_for_real(root: Path) -> list[set[int]]:
     torch.cuda.get_device_properties = properties  # type: ignore[assignment]
     found: list[set[int]] = []
     is_bound = threading.Event()
-    early, late = (
-        threading.Thread(target=lambda: (is_bound.wait(), found.append(os.sched_getaffinity(0)))) for _ in "el"
-    )
+
+    def look() -> None:
+        is_bound.wait()
+        found.append(os.sched_getaffinity(0))
+
+    early, late = threading.Thread(target=look), threading.Thread(target=look)
     early.start()
     bind_to_gpu(torch.device("cuda", 0), root)
     is_bound.set()
