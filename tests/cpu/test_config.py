@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -178,6 +178,7 @@ WHOLE = st.integers(0, 1 << 60) | st.builds(lambda n, power: n << 10 * power, st
 SHARES = st.decimals("0.0001", "100", places=4)
 
 
+@settings(deadline=None)  # a loaded machine takes long
 @given(st.builds(lambda nbytes: Size(nbytes), WHOLE) | st.builds(lambda percent: Size(percent=percent), SHARES))
 def test_the_text_of_a_size_is_that_size(size: Size) -> None:
     assert parse_size(str(size)) == size
