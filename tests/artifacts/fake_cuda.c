@@ -1,5 +1,6 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-/* Stands in for the CUDA runtime: notes the calls that it gets. */
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Stands in for the CUDA runtime: notes the calls that it gets. */
 #include <stddef.h>
 #include <stdint.h>
 #define ADDRESS(pointer) (uint64_t)(pointer)
