@@ -144,6 +144,7 @@ class CheckedPool:
             self.events[index % len(self.events)].done = True
 
     def trim(self) -> None:
+        self.return_lease(0, 0)  # which is only noted so far
         before = self.device.open_bytes
         in_use = {slab for slab, *_ in map(self._range, self.live)}
         in_use |= {slab for slab, *_, event in self.used if not event.done}
