@@ -631,29 +631,34 @@ def test_auto_leaves_twice_what_varied_from_step_to_step(
 # -- out of memory ----------------------------------------------------------------------------------------------------
 
 
+def run_out(job: Job, before: Callable[[], None] = lambda: None) -> str:
+    """Run out of memory in the third layer of a step; return what is noted on the error."""
+
+    def fail(*_: object) -> None:
+        before()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    hook = job.model[2][0].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        job.step()
+    hook.remove()
+    return "".join(getattr(caught.value, "__notes__", []))
+
+
 def test_running_out_of_memory_says_what_was_expected_and_what_has_grown() -> None:
     job, gauge = on_gpu((4 << 30) + most_of(), base=4 << 30)
-
-    def run_out(before: Callable[[], None] = lambda: None) -> str:
-        def fail(*_: object) -> None:
-            before()
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-        hook = job.model[2][0].register_forward_pre_hook(fail)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            job.step()
-        hook.remove()
-        [note] = caught.value.__notes__
-        return note
 
     def reserve_in_vain() -> None:
         gauge._reserved = gauge.held_bytes() + (2 << 30)
 
-    assert "and nothing was planned yet: everything was being offloaded" in run_out()
+    assert "and nothing was planned yet: everything was being offloaded" in run_out(job)
     job.steps(8)
-    note = run_out(reserve_in_vain)
+    note = run_out(job, reserve_in_vain)
     assert note.startswith("gpu_budget is 4.00 GiB, and the plan expected 4.00 GiB at the most: 0.00 GiB of groups")
     assert "What is reserved in vain or outside torch has grown the most, by 2.00 GiB: fragments" in note
     assert job.steps(1).states[-1] is State.HOLD
     gauge._base += 3 << 30
-    assert "All else that is allocated has grown the most, by 3.00 GiB: weights, gradients" in run_out()
+    assert "All else that is allocated has grown the most, by 3.00 GiB: weights, gradients" in run_out(job)
+    by_layers = ByLayers(config(gpu_budget=1 << 40)).steps(6)
+    assert "so the budget is more than this GPU has free" in run_out(by_layers)
+    assert run_out(ByLayers(config())) == ""

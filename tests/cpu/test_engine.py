@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from offload_engine import (
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import OwnHooks, pop_own
 from offload_engine.schedule import parse_actions
-from tests.adversarial import AdversarialDevice
+from tests.adversarial import AdversarialDevice, AdversarialStream
 from tests.engine_state import release_all
 
 NUMEL = 512
@@ -314,6 +316,27 @@ def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEng
     with pytest.raises(CopyError, match=rf"copy-{kind} of group \d+ \(group\).*reset_iteration"), engine.iteration():
         six_groups(engine).backward()
     assert engine.pool.num_leases == 0
+    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
+
+
+@pytest.mark.parametrize("kind", ["out", "in"])
+def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: OffloadEngine) -> None:
+    """No event tells of that copy, and the graph goes before the reset."""
+    device: Any = engine.device
+    stream = getattr(engine._store.context, f"copy_{kind}_stream")
+    record, interrupts = device.record_event, iter([KeyboardInterrupt])
+
+    def record_event(of: AdversarialStream) -> object:
+        for interrupt in interrupts if of == stream else ():
+            raise interrupt
+        return record(of)
+
+    engine.begin_iteration()
+    with mock.patch.object(device, "record_event", record_event), pytest.raises(KeyboardInterrupt):
+        six_groups(engine).backward()
+    gc.collect()
+    engine.reset_iteration()
+    assert not device.hazards
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
 
