@@ -584,6 +584,16 @@ def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> No
     assert saved.release(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
 
 
+def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: OffloadEngine, graphs: Graphs) -> None:
+    with capturing(graphs, engine, graphs_beside=0) as layers:
+        chunk = GraphedChunk(graphs.layers[:1], graphs.owner)
+        chunk.capture_forward()
+        with graphs.graph():
+            chunk._static.clear()  # the autograd graph goes with it
+            graphs.layers[1](torch.ones(WIDTH, requires_grad=True))
+    assert layers.copied_out_bytes == 0
+
+
 def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused(
     engine: OffloadEngine, graphs: Graphs
 ) -> None:
