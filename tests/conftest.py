@@ -20,11 +20,9 @@ MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
 ONCE = {
     f"test_{name}"
     for name in (
-        "adversarial_device affinity bench_frontends bench_gpu bench_recipes budget_corrections budget_curve "
-        "budget_hold byte_sizes config device_choice ended_processes examples frontend_examples graph_check "
-        "hardware host_memory imports mutation_check node_share observe_labels observe_observer observe_report "
-        "observe_trace output package pinned plan plan_command planner prepare_text rank_reports readme show_plan "
-        "simulate sizes smp soak slurm_script tools verifier other_trainers mistakes_of_flags"
+        "adversarial_device affinity bench_frontends bench_gradients budget_corrections budget_curve config ended_processes "
+        "examples graph_check hardware host_memory imports node_share observe_report package plan_command "
+        "planner readme simulate sizes smp tools verifier other_trainers"
     ).split()
 }
 

@@ -30,17 +30,6 @@ from tests.adversarial import AdversarialDevice
 from tests.cpu.test_engine import six_groups
 from tests.engine_state import CountedLock, is_free, release_all
 
-OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "saves its input": torch.sin,
-    "saves its output": torch.exp,
-    "saves both ends of a chain": lambda x: torch.softmax(torch.tanh(x), -1),
-}
-
-
-@pytest.fixture(params=OPERATIONS)
-def operation(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], torch.Tensor]:
-    return OPERATIONS[request.param]
-
 
 @contextmanager
 def engine_on(device: Any = None, **settings: int) -> Iterator[OffloadEngine]:
@@ -63,20 +52,21 @@ def test_a_step_leaves_nothing_to_the_collector() -> None:
         assert not [o for o in gc.get_objects() if type(o) in (SavedStorage, TensorGroup)]
 
 
+@pytest.mark.parametrize("operation", [torch.sin, torch.exp, lambda x: torch.softmax(torch.tanh(x), -1)])
 @pytest.mark.parametrize("min_tensor_bytes", [0, 1 << 20], ids=["moved", "too small to move"])
 def test_in_a_group(operation: Callable[[torch.Tensor], torch.Tensor], min_tensor_bytes: int) -> None:
+    """That saves its input, its output, and both ends of a chain."""
     with engine_on(min_tensor_bytes=min_tensor_bytes) as engine, engine.iteration():
         chunk = engine.start_chunk()
-        x = torch.randn(64, requires_grad=True)
-        y = group_start(x * 1, chunk, "group")
-        input_storage = StorageWeakRef(y.untyped_storage())
+        y = group_start(torch.randn(64, requires_grad=True) * 1, chunk, "group")
+        saved = [StorageWeakRef(y.untyped_storage())]
         with chunk.saved_tensors_hooks():
             y = operation(y)
-        output_storage = StorageWeakRef(y.untyped_storage())
+        saved.append(StorageWeakRef(y.untyped_storage()))
         y = group_commit(y, chunk)
-        del x, y, chunk
+        del y, chunk
         engine.end_iteration()
-        assert input_storage.expired() and output_storage.expired()
+        assert all(storage.expired() for storage in saved)
         assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
         engine.begin_iteration()
 
@@ -101,16 +91,10 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("step", ["pack", "copy-out", "release", "copy-in"])
 def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if step == "pack" and IS_COMPILED:
-        pytest.skip(
-            "the compiled core calls nothing between finding a storage and its handle: needs the pure Python one"
-        )
+        pytest.skip("the compiled core calls nothing between finding a storage and its handle: needs the pure Python")
     device = AdversarialDevice()
-    owner, name = {
-        "pack": (store, "PackedTensor"),
-        "copy-out": (device, "copy_out"),
-        "release": (device, "wait_event"),
-        "copy-in": (device, "allocate"),
-    }[step]
+    places = {"copy-out": (device, "copy_out"), "release": (device, "wait_event"), "copy-in": (device, "allocate")}
+    owner, name = places.get(step, (store, "PackedTensor"))
 
     def begin(now: str) -> None:
         if now == step:

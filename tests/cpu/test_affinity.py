@@ -18,16 +18,9 @@ from offload_engine._devices.affinity import bind_to_gpu
 from offload_engine._devices.cpu import CpuDevice
 from tests.dist.launch import run_ranks
 
-GPUS = {0: 0x1B, 1: 0x9A}
+GPUS = {0: 0x1B, 1: 0x9A, 2: 0x9B, 3: 0x9C, 4: 0x9D}
 CPUS = sorted(os.sched_getaffinity(0))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A machine with two memory nodes and a GPU at each."""
-    write(tmp_path, 0, "0-3,8-11\n")
-    write(tmp_path, 1, "4-7,12-15\n")
-    return tmp_path
+ALL = frozenset(range(16))
 
 
 def write(root: Path, gpu: int, cpus: str) -> None:
@@ -36,95 +29,81 @@ def write(root: Path, gpu: int, cpus: str) -> None:
     (folder / "local_cpulist").write_text(cpus)
 
 
-class Threads:
-    """Stands in for the kernel: which CPUs each thread of this process may use."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cpus = {7: set(range(16)), 8: set(range(16))}
-        monkeypatch.setattr(affinity, "_threads", lambda: [*self.cpus, 9])  # 9 has ended meanwhile
-        monkeypatch.setattr(os, "sched_getaffinity", lambda thread: self._of(thread))
-        monkeypatch.setattr(os, "sched_setaffinity", self._set)
-
-    def _of(self, thread: int) -> set[int]:
-        if thread and thread not in self.cpus:
-            raise ProcessLookupError
-        return self.cpus[thread or 7]
-
-    def _set(self, thread: int, cpus: set[int]) -> None:
-        self.cpus[thread] = set(cpus)
-
-
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    return Threads(monkeypatch)
+def root(tmp_path: Path) -> Path:
+    """A machine with two memory nodes and a GPU at each, and GPUs of which it tells nothing that helps."""
+    for gpu, cpus in enumerate(("0-3,8-11\n", "4-7,12-15\n", "all of them\n", "\n")):
+        write(tmp_path, gpu, cpus)
+    return tmp_path
 
 
 def properties(device: torch.device) -> SimpleNamespace:
-    return SimpleNamespace(pci_domain_id=0, pci_bus_id=GPUS[device.index], pci_device_id=0)
+    """Return what torch tells of a GPU, which was less in older versions."""
+    address = {"pci_domain_id": 0, "pci_bus_id": GPUS.get(device.index), "pci_device_id": 0}
+    return SimpleNamespace(**(address if device.index in GPUS else {}))
 
 
-@pytest.mark.parametrize(("gpu", "near"), [(0, {0, 1, 2, 3, 8, 9, 10, 11}), (1, {4, 5, 6, 7, 12, 13, 14, 15})])
-def test_each_rank_gets_the_cpus_of_its_gpu(root: Path, threads: Threads, gpu: int, near: set[int]) -> None:
-    binding = bind_to_gpu(torch.device("cuda", gpu), root)
-    assert threads.cpus == {7: near, 8: near}
-    assert binding.cpus == near
-    ranges = {0: "0-3,8-11", 1: "4-7,12-15"}[gpu]
-    assert binding.text == f"cpu_affinity: bound to CPUs {ranges}, which are near cuda:{gpu}"
-    assert bind_to_gpu(torch.device("cuda", gpu), root) == binding, "a second engine of the process"
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
+    """Stand in for the kernel: which CPUs each thread of this process may use; thread 9 has ended meanwhile."""
+    cpus = {7: set(ALL), 8: set(ALL)}
+
+    def get(thread: int) -> set[int]:
+        if thread == 9:
+            raise ProcessLookupError
+        return cpus[thread or 7]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(affinity, "_threads", lambda: [7, 8, 9])
+    monkeypatch.setattr(os, "sched_getaffinity", get)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, of_thread: cpus.update({thread: set(of_thread)}))
+    return cpus
+
+
+UNTOLD = "this machine does not report which CPUs are near it"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "bound"),
-    [({7: {2, 3, 4, 5}, 8: {5}}, {7: {2, 3}, 8: {5}}, {2, 3}), ({7: {4, 6}, 8: {4}}, {7: {4, 6}, 8: {4}}, set())],
-    ids=["the second thread has none that is near", "no thread has one that is near"],
+    ("gpu", "before", "after", "text"),
+    [
+        (0, (ALL, ALL), ({0, 1, 2, 3, 8, 9, 10, 11},) * 2, "bound to CPUs 0-3,8-11, which are near cuda:0"),
+        (1, (ALL, ALL), ({4, 5, 6, 7, 12, 13, 14, 15},) * 2, "bound to CPUs 4-7,12-15, which are near cuda:1"),
+        (0, ({2, 3, 4, 5}, {5}), ({2, 3}, {5}), "bound to CPUs 2-3"),  # the second thread has none that is near
+        (0, ({4, 6}, {4}), None, "may use CPUs 4,6 only, and near cuda:0 are 0-3,8-11: it is not bound"),
+        *((gpu, (ALL, ALL), None, UNTOLD) for gpu in (2, 3, 4, 5)),  # what is told of these: see `root`
+    ],
 )
-def test_what_was_forbidden_before_stays_forbidden(
-    root: Path, threads: Threads, before: dict[int, set[int]], after: dict[int, set[int]], bound: set[int]
+def test_each_rank_gets_the_cpus_of_its_gpu_and_none_that_was_forbidden(
+    gpu: int,
+    before: tuple[set[int], set[int]],
+    after: tuple[set[int], set[int]] | None,
+    text: str,
+    root: Path,
+    threads: dict[int, set[int]],
 ) -> None:
-    threads.cpus = before
-    binding = bind_to_gpu(torch.device("cuda", 0), root)
-    assert binding.cpus == bound and threads.cpus == after
-    assert bound or "may use CPUs 4,6 only, and near cuda:0 are 0-3,8-11: it is not bound" in binding.text
-
-
-@pytest.mark.parametrize(
-    "cpus", [None, "all of them\n", "\n", "0-3\n"], ids=["no file", "garbled", "empty", "older torch"]
-)
-def test_a_machine_that_does_not_tell_changes_nothing(
-    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, cpus: str | None
-) -> None:
-    if cpus is not None:
-        write(tmp_path, 0, cpus)
-    if cpus == "0-3\n":  # there, but torch does not say at which address the GPU is
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
-    binding = bind_to_gpu(torch.device("cuda", 0), tmp_path)
-    assert not binding.cpus and threads.cpus == {7: set(range(16)), 8: set(range(16))}
-    assert binding.text.endswith(
-        "not bound to the CPUs near cuda:0: this machine does not report which CPUs are near it"
-    )
-
-
-def test_without_a_gpu_an_engine_warns_and_changes_nothing(threads: Threads, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        OffloadEngine(OffloadConfig(cpu_affinity=True), CpuDevice("none")).close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "not bound to the CPUs near cpu: it is no GPU" in caplog.text
-    assert threads.cpus[7] == set(range(16))
+    threads.update(zip((7, 8), before, strict=True))
+    for _ in range(2):  # and a second engine of the process
+        binding = bind_to_gpu(torch.device("cuda", gpu), root)
+        assert threads == dict(zip((7, 8), after or before, strict=True))
+        assert binding.cpus == (after[0] if after else set()) and text in binding.text
 
 
 def test_an_engine_binds_only_if_asked_and_before_it_pins(
-    root: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path, threads: dict[int, set[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     device = CpuDevice("none")
+    OffloadEngine(OffloadConfig(cpu_affinity=True), CpuDevice("none")).close()
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "not bound to the CPUs near cpu: it is no GPU" in caplog.text
+    caplog.clear()
     device.torch_device = torch.device("cuda", 1)
     monkeypatch.setattr(affinity.bind_to_gpu, "__defaults__", (root,))
     monkeypatch.setattr(device, "new_slab", lambda _: pytest.fail("pinned before it was bound"))
-    with caplog.at_level(logging.INFO):
-        OffloadEngine(OffloadConfig(), device)
-        assert threads.cpus[8] == set(range(16)) and not caplog.records
-        OffloadEngine(OffloadConfig(cpu_affinity=True), device).close()
-    assert threads.cpus[8] == {4, 5, 6, 7, 12, 13, 14, 15}
+    OffloadEngine(OffloadConfig(), device)
+    assert threads[8] == ALL and not caplog.records
+    OffloadEngine(OffloadConfig(cpu_affinity=True), device).close()
+    assert threads[8] == {4, 5, 6, 7, 12, 13, 14, 15}
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
@@ -138,16 +117,14 @@ def _bind_for_real(root: Path) -> list[set[int]]:
         is_bound.wait()
         found.append(os.sched_getaffinity(0))
 
-    early = threading.Thread(target=look)
+    early, late = threading.Thread(target=look), threading.Thread(target=look)
     early.start()
     bind_to_gpu(torch.device("cuda", 0), root)
-    found.append(os.sched_getaffinity(0))
     is_bound.set()
-    early.join()
-    late = threading.Thread(target=look)
     late.start()
-    late.join()
-    return found
+    for thread in (early, late):
+        thread.join()
+    return [os.sched_getaffinity(0), *found]
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs to leave one out")

@@ -86,16 +86,18 @@ def test_fields_are_there_as_long_as_applied(config_class: Any) -> None:
     [
         ({"offload_activation": False, "offload_modules": ["core_attn"]}, "without offload_activation"),
         ({"offload_modules": ["core_atn"]}, "unknown module name 'core_atn'.*did you mean 'core_attn'"),
+        ({"offload_modules": ["all"]}, "unknown module name.*give --offload-gpu-budget, such as auto"),
+        ({"offload_modules": ["mlp"]}, r"unknown module name.*did you mean mlp_norm mlp_fc1 mlp_act mlp_fc2\?"),
         ({"offload_modules": "core_attn"}, "must be a list of names"),
         ({"offload_min_tensor_bytes": -1}, "offload_min_tensor_bytes must not be negative"),
         ({"offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
         ({"offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
         ({"offload_host_policy": "spill"}, "offload_host_policy must be one of keep, error"),
         ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
-        ({"offload_report": "no"}, "offload_report must be True or False"),
         ({"offload_max_inflight_bytes": "1 GiBB"}, "offload_max_inflight_bytes: '1 GiBB' is not a size"),
         ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on a total"),
         ({"offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11}, "nothing could ever be offloaded"),
+        ({"offload_resident_bytes": 1, "offload_horizon_bytes": 1}, "offload_resident_bytes replaces offload_horizon"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "own fine_grained_activation"),
         ({"offload_gpu_budget": 0.9}, "must be a size, such as '60GiB'"),
@@ -108,14 +110,11 @@ def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, appli
         make(**{"offload_activation": True, **settings})
 
 
-def test_megatrons_own_offload_keeps_its_modules(applied: Handle) -> None:
+def test_modules_of_megatrons_own_offload_and_paged_stash_are_refused(applied: Handle) -> None:
     config = make(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
     assert resolve(config, NO_DEFAULTS) is None
     with pytest.raises(ValueError, match="would both move"):
         resolve(config, Settings(OffloadConfig(), ("core_attn",)))
-
-
-def test_modules_of_megatrons_paged_stash_are_refused(applied: Handle) -> None:
     stash = make(offload_activation=True)
     stash.moe_paged_stash = True  # from 0.19 on
     assert resolve(stash, NO_DEFAULTS) is not None
@@ -127,7 +126,8 @@ def test_modules_of_megatrons_paged_stash_are_refused(applied: Handle) -> None:
 
 
 def test_the_configuration_goes_before_the_defaults(applied: Handle) -> None:
-    defaults = Settings(OffloadConfig(min_tensor_bytes=7, policy=FixedBounds(horizon_bytes=9)), ("core_attn",))
+    policy = FixedBounds(horizon_bytes=9)
+    defaults = Settings(OffloadConfig(min_tensor_bytes=7, policy=policy), ("core_attn",))
     assert resolve(make(), defaults) == defaults
     own = make(
         offload_activation=True,
@@ -136,10 +136,10 @@ def test_the_configuration_goes_before_the_defaults(applied: Handle) -> None:
         offload_dir="none",
         offload_cpu_affinity=True,
     )
-    policy = FixedBounds(horizon_bytes=9)
     wanted = OffloadConfig(min_tensor_bytes=0, policy=policy, directory="none", cpu_affinity=True)
     assert resolve(own, defaults) == Settings(wanted, ("router_fc1",))
     assert resolve(make(offload_activation=True), NO_DEFAULTS) == Settings(OffloadConfig(), ("core_attn",))
+    assert canonical_names(["core_attn,qkv_linear"]) == canonical_names(["qkv_linear", "core_attn"])
 
 
 def test_flags() -> None:
@@ -180,38 +180,36 @@ def test_flags_reject_bad_values(flag: str, value: str, message: str, capsys: py
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", ["offload_resident_bytes", "offload_horizon_bytes", "offload_max_inflight_bytes"])
-def test_a_budget_beside_another_bound_is_rejected(other: str, applied: Handle) -> None:
-    flag = f"--{other.replace('_', '-')}"
-    message = f"offload_gpu_budget=60GiB decides what stays.*{other}=1: omit one of --offload-gpu-budget and {flag}"
+@pytest.mark.parametrize(
+    ("name", "value", "other", "message"),
+    [
+        *(
+            ("offload_gpu_budget", "60GiB", name, f"offload_gpu_budget=60GiB decides what stays.*{name}=1: omit one of")
+            for name in ("offload_resident_bytes", "offload_horizon_bytes", "offload_max_inflight_bytes")
+        ),
+        ("offload_plan", "f", None, "offload_plan=f is about what a budget decides: give .* omit --offload-plan"),
+        ("offload_plan_plot", "f", None, "offload_plan_plot=f is about what a budget decides: give .* omit --off"),
+    ],
+)
+def test_what_a_budget_excludes_or_needs_is_refused_as_a_field_and_as_a_flag(
+    name: str, value: str, other: str | None, message: str, applied: Handle
+) -> None:
+    settings: dict[str, Any] = {name: value, **({other: 1} if other else {})}
     with pytest.raises(ValueError, match=message):
-        make(offload_gpu_budget="60GiB", **{other: 1})
+        make(**settings)
     with pytest.raises(ValueError, match=message):
-        offload_config_from_args(parse("--offload-gpu-budget", "60GiB", flag, "1"))
-    if other != "offload_resident_bytes":
-        with pytest.raises(ValueError, match=f"offload_resident_bytes replaces {other}"):
-            make(offload_activation=True, offload_resident_bytes=1 << 30, **{other: 1})
+        words = (str(word) for field, word in settings.items() for word in (f"--{field.replace('_', '-')}", word))
+        offload_config_from_args(parse(*words))
 
 
 def test_a_budget_of_the_gpu_switches_the_offload_on(applied: Handle) -> None:
     for typed, size in (("60G", Size(60 << 30)), ("90%", parse_size("90%")), ("auto", Size()), (5000, Size(5000))):
         assert resolve(make(offload_gpu_budget=typed), NO_DEFAULTS) == NO_DEFAULTS._replace(gpu_budget=size)
-    named = make(offload_gpu_budget="60G", offload_modules=["expert_fc1"])
-    assert resolve(named, NO_DEFAULTS) == Settings(OffloadConfig(), ("router_fc1",), gpu_budget=Size(60 << 30))
+    named = make(offload_gpu_budget="60G", offload_modules=["expert_fc1"], offload_plan="f", offload_plan_plot="g")
+    wanted = Settings(OffloadConfig(), ("router_fc1",), gpu_budget=Size(60 << 30), plan="f", plan_plot="g")
+    assert resolve(named, NO_DEFAULTS) == wanted
     defaults = NO_DEFAULTS._replace(gpu_budget=Size(7))
     assert resolve(make(), defaults) == resolve(make(offload_activation=True), defaults) == defaults
-
-
-@pytest.mark.parametrize("name", ["offload_plan", "offload_plan_plot"])
-def test_a_plan_without_a_budget_is_refused(name: str, applied: Handle) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    message = f"{name}=f is about what a budget decides: give .* omit {flag}"
-    with pytest.raises(ValueError, match=message):
-        make(**{name: "f"})
-    with pytest.raises(ValueError, match=message):
-        offload_config_from_args(parse(flag, "f"))
-    settings = resolve(make(offload_gpu_budget="1G", **{name: "f"}), NO_DEFAULTS)
-    assert settings is not None and [settings.plan, settings.plan_plot].count("f") == 1
 
 
 # -- other programs ---------------------------------------------------------------------------------------------------
@@ -271,12 +269,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--offload-module", "did you mean --offload-modules?"),
         ("--offload_modules", "it is written --offload-modules"),
-        (
-            "--fine-grained-activation-offloading",
-            "here --fine-grained-activation-offloading is --offload-activation, or",
-        ),
         ("--cpu-offloading-num-layers=3", "here --cpu-offloading-num-layers is --offload-num-layers"),
-        ("--num-layers-per-virtual-pipeline-stage", "is --num-virtual-stages-per-pipeline-rank"),
     ],
 )
 def test_hints_for_unknown_flags(typed: str, hint: str, alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,21 +280,6 @@ def test_hints_for_unknown_flags(typed: str, hint: str, alone: None, capsys: pyt
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"train.py: error: unrecognized arguments: {typed} (") and hint in line
     assert end.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("all", "give --offload-gpu-budget, such as auto"),
-        ("mlp", "did you mean mlp_norm mlp_fc1 mlp_act mlp_fc2?"),
-        ("core_atn", "did you mean 'core_attn'?"),
-    ],
-)
-def test_hints_for_unknown_names(name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match="unknown module name") as error:
-        canonical_names([name])
-    assert hint in str(error.value)
-    assert canonical_names(["core_attn,qkv_linear"]) == canonical_names(["qkv_linear", "core_attn"])
 
 
 def test_settings_are_named_as_flags_and_modules_as_typed() -> None:

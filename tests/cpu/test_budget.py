@@ -3,31 +3,33 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
-import re
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cache
+from contextlib import ExitStack, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.optim import optimizer as torch_optimizer
 
 from offload_engine import (
     Action,
     CheckpointOffload,
     ChunkKey,
-    FixedBounds,
     GroupTraits,
     OffloadConfig,
     OffloadEngine,
     OffloadError,
     Planned,
-    ResidentBudget,
     enable_activation_offloading,
     group_commit,
     group_start,
@@ -39,6 +41,7 @@ from offload_engine._budget.idleness import Idleness
 from offload_engine._budget.state import State
 from offload_engine._budget.summary import BudgetSummary
 from offload_engine.errors import BudgetError
+from offload_engine.frontends.integrations.pipelining import offload_schedule
 from offload_engine.plan_files import load_plan, plot_budget, save_plan
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, one_forward_one_backward
@@ -176,6 +179,20 @@ class ByBytes(ByFrontEnd):
         return self.handle
 
 
+class ByCheckpoints(ByFrontEnd):
+    def __init__(self, settings: OffloadConfig) -> None:
+        super().__init__()
+        self._offload = CheckpointOffload(settings)
+        self.engine = self._offload.engine
+        for layer in self.model:
+            layer.forward = partial(self._offload.checkpoint, layer.forward)
+
+    def context(self) -> Any:
+        stack = ExitStack()
+        stack.callback(self._offload.end_forward)
+        return stack
+
+
 Make = Callable[[OffloadConfig], Job]
 each_job = pytest.mark.parametrize("make", [ByHand, ByLayers, ByBytes])
 
@@ -222,22 +239,22 @@ def test_budgets_between_floor_and_no_offload_hold_and_change_no_result(make: Ma
         make(config(gpu_budget=lowest - 1, recompute="off")).steps(8)
 
 
-def test_it_is_held_after_five_steps_that_measure_memory_at_every_boundary() -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(6)
+def test_it_is_held_after_five_steps_of_an_optimizer_that_measure_memory_at_every_boundary() -> None:
+    job = ByHand(config(gpu_budget=1 << 40))
+    for _ in range(4):
+        job.run([torch.randn(ROWS, HIDDEN)] * 2)
+    assert job.controller.summary is None and job.controller.state is State.FLOOR
+    job = ByHand(config(gpu_budget=1 << 40)).steps(2)
+    with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
+        raise ZeroDivisionError  # so that the next step is measured
+    assert job.controller.state is State.MEASURE
     floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
-    assert job.states == [floor, floor, measure, verify, verify, State.HOLD]
+    assert job.steps(4).states == [floor, floor, measure, verify, verify, State.HOLD]
     measured = job.controller.decider.known.model.other_bytes
     for chunk in {action.chunk for action in job.actions(4)}:
         for index in range(2 * DEPTH):
             assert Boundary(COMMIT, chunk, index) in measured
             assert Boundary(BACKWARD_END, chunk, index) in measured or index == 0  # the input needs no gradient
-
-
-def test_without_an_optimizer_it_waits() -> None:
-    job = ByHand(config(gpu_budget=1 << 40))
-    for _ in range(4):
-        job.run([torch.randn(ROWS, HIDDEN)] * 2)
-    assert job.controller.summary is None and job.controller.state is State.FLOOR
 
 
 @each_job
@@ -313,20 +330,20 @@ def test_where_chunks_differ_later_everything_is_offloaded_and_that_is_said_once
 def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used(tmp_path: Path) -> None:
     file, most = tmp_path / "plan.json", most_of()
     save_plan(ByHand(config(gpu_budget=1 << 40)).steps(6).engine, file)
-    other = ByLayers(config(gpu_budget=1 << 40))
-    load_plan(other.engine, file)
-    with pytest.raises(ValueError, match=r"^\S+plan.json is of another model or layout: it names a group 0 0 down 0 "):
-        other.steps(2)
     job = ByHand(config(gpu_budget=round(0.8 * most)))
     load_plan(job.engine, file)
     job.steps(6)
     assert job.states[0] is State.FLOOR and max(job.peaks[4:]) <= 0.8 * most
-    other, above = ByLayers(config(gpu_budget=1 << 40)), tmp_path / "above.json"
-    above.write_text(json.dumps({**json.loads(file.read_text()), "held_bytes": 1 << 41}))
-    for each in (file, above):
-        load_plan(other.engine, each)
-    with pytest.raises(ValueError, match=r"^\S+plan.json is of another model"):  # the first one, which stays
+    other, plan = ByLayers(config(gpu_budget=1 << 40)), json.loads(file.read_text())
+    load_plan(other.engine, file)
+    file.write_text(json.dumps({**plan, "held_bytes": 1 << 41}))
+    load_plan(other.engine, file)  # is above the budget, so that the first one stays
+    with pytest.raises(ValueError, match=r"^\S+plan.json is of another model or layout: it names a group 0 0 down 0 "):
         other.steps(2)
+    for name, value in (("held_bytes", None), ("held_bytes", 1.5), ("slots", [["0", *plan["slots"][0][1:]]])):
+        file.write_text(json.dumps({**plan, name: value}))
+        with pytest.raises(ValueError, match="plan.json is not a plan of this version .* remove it"):
+            load_plan(OffloadEngine(config(gpu_budget=1)), file)
 
 
 def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
@@ -337,47 +354,31 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
             plot_budget(engine, tmp_path / "plan.png")
     with pytest.raises(OffloadError, match="call it before the first iteration"):
         load_plan(OffloadEngine(config()), tmp_path / "plan.json")
-    (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"plan.json is not a plan of this version \(KeyError: 'version'\): remove it"):
-        load_plan(OffloadEngine(config(gpu_budget=1)), tmp_path / "plan.json")
 
 
-def test_an_exception_in_a_measured_step_measures_the_next() -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(2)
-    with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
-        raise ZeroDivisionError
-    assert job.controller.state is State.MEASURE and job.steps(4).states[-1] is State.HOLD
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "settings"),
-    [
-        *(
-            (ValueError, f"^gpu_budget=1 and policy={re.escape(repr(policy))} both decide what", {"policy": policy})
-            for policy in (ResidentBudget(5), FixedBounds(horizon_bytes=5), Planned(resident_bytes=5))
-        ),
-        (
-            ValueError,
-            "gpu_budget='auto' and policy=ResidentBudget",
-            {"gpu_budget": "auto", "policy": ResidentBudget(5)},
-        ),
-        (ValueError, "dry_run moves nothing: omit one", {"dry_run": True}),
-        (TypeError, "gpu_budget must be an integer number of bytes, .*got '60GiB'", {"gpu_budget": "60GiB"}),
-        (ValueError, "gpu_budget must not be negative", {"gpu_budget": -1}),
-    ],
-)
-def test_what_is_no_budget_or_beside_another_bound_is_refused(
-    error: type[Exception], message: str, settings: dict[str, Any]
-) -> None:
-    with pytest.raises(error, match=message):
-        config(**{"gpu_budget": 1, **settings})
-
-
-def test_every_front_end_takes_a_budget() -> None:
+def test_what_excludes_a_budget_is_refused() -> None:
     settings = config(gpu_budget=1 << 30, policy=Planned())
-    assert CheckpointOffload(settings).engine.budget is not None
     with pytest.raises(ValueError, match="activation_loading_horizon=2 and gpu_budget=1,073,741,824 of"):
         offload_wrapper(nn.Sequential(), 2, config=settings)
+    with pytest.raises(ValueError, match="gpu_budget='auto' depends on the memory of a GPU, and there is none here"):
+        OffloadEngine(config(gpu_budget="auto"))
+
+
+def test_evaluations_with_gradients_are_no_steps() -> None:
+    """Eight of them in a row, without `no_grad`, had ended the planning for good."""
+    job = ByLayers(config(gpu_budget=1 << 40)).steps(3)
+    for _ in range(12):
+        job.model(torch.ones(ROWS, HIDDEN))
+    assert job.steps(9).states[-1] is State.HOLD and job.controller.decider.chosen is not None
+    assert job.moved[-1] == 0  # everything fits
+
+
+def test_an_engine_that_is_dropped_leaves_no_hook_on_optimizers() -> None:
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    for _ in range(3):
+        OffloadEngine(config(gpu_budget=1))
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before
 
 
 # -- a GPU's allocator ------------------------------------------------------------------------------------------------
@@ -390,24 +391,30 @@ class Allocator:
     """A GPU's allocator on the CPU: what the engine has resident, `base` more, and what it has ever reserved.
 
     Args:
-        waste: reserved in vain, for each byte of groups, once they stay: no model knows of it.
+        in_floor: bytes reserved in vain before the first step that is planned.
+        of_steps: step by step from that one on; empty: as many.
     """
 
-    def __init__(self, engine: OffloadEngine, base: int = BASE, waste: float = 0.0) -> None:
-        self._gauge, self._counters = ResidentGauge(engine._store.counters), engine._store.counters
-        self._base, self._waste = base, waste
-        self._reserved = 0
-        self.num_trims = 0
+    before_trim = 0
+    """More, until memory is returned for the first time."""
+
+    def __init__(self, job: Job, in_floor: int = KIB, of_steps: tuple[int, ...] = (), base: int = BASE) -> None:
+        self._gauge, self._controller = ResidentGauge(job.engine._store.counters), job.controller
+        self._base, self._in_floor, self._of_steps = base, in_floor, of_steps or (in_floor,)
+        self._reserved = self.num_trims = 0
+        job.controller._last.gauge = self
 
     def peak_bytes(self) -> int:
         return self._base + self._gauge.peak_bytes()
 
     def reset(self) -> None:
-        self._note()
+        self.held_bytes()
         self._gauge.reset()
 
     def held_bytes(self) -> int:
-        self._note()
+        number = self._controller.num_planning_steps - 4
+        wasted = self._in_floor if number < 0 else self._of_steps[min(number, len(self._of_steps) - 1)]
+        self._reserved = max(self._reserved, self.peak_bytes() + wasted + self.before_trim * (not self.num_trims))
         return self._reserved
 
     def outside_bytes(self) -> int:
@@ -419,38 +426,10 @@ class Allocator:
     def trim(self) -> None:
         self._reserved, self.num_trims = 0, self.num_trims + 1
 
-    def _note(self) -> None:
-        stats = self._counters.stats
-        stayed = stats.managed_bytes - stats.copied_out_bytes
-        self._reserved = max(self._reserved, self.peak_bytes() + KIB + round(self._waste * max(0, stayed)))
 
-
-def on_gpu(budget: int, **allocator: Any) -> tuple[ByHand, Allocator]:
+def on_gpu(budget: int, in_floor: int = KIB, *of_steps: int, base: int = BASE) -> tuple[ByHand, Allocator]:
     job = ByHand(config(gpu_budget=budget))
-    gauge = job.controller._last.gauge = Allocator(job.engine, **allocator)
-    return job, gauge
-
-
-class Fragments(Allocator):
-    """Reserves in vain what `of_steps` says, step by step from the first that is planned, and `in_floor` before."""
-
-    before_trim = 0
-    """More, until memory is returned for the first time."""
-
-    def __init__(self, controller: Any, engine: OffloadEngine, in_floor: int, of_steps: tuple[int, ...]) -> None:
-        super().__init__(engine)
-        self._controller, self._in_floor, self._of_steps = controller, in_floor, of_steps or (in_floor,)
-
-    def _note(self) -> None:
-        number = self._controller.num_planning_steps - 4
-        wasted = self._in_floor if number < 0 else self._of_steps[min(number, len(self._of_steps) - 1)]
-        self._reserved = max(self._reserved, self.peak_bytes() + wasted + self.before_trim * (not self.num_trims))
-
-
-def on_fragments(budget: int, in_floor: int, *of_steps: int) -> tuple[ByHand, Fragments]:
-    job = ByHand(config(gpu_budget=budget))
-    gauge = job.controller._last.gauge = Fragments(job.controller, job.engine, in_floor, of_steps)
-    return job, gauge
+    return job, Allocator(job, in_floor, of_steps, base)
 
 
 @pytest.mark.parametrize("before", [0, 10], ids=["", "much was reserved before"])
@@ -465,18 +444,7 @@ def test_what_is_reserved_and_not_allocated_counts(before: int) -> None:
     assert job.states[-1] is State.HOLD
     assert job.summary.measured_peak_bytes <= job.summary.predicted_peak_bytes <= budget
     assert job.summary.kept_bytes > 0 and gauge.num_trims == 2  # with optimizer state, and what the floor had left
-
-
-def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
-    reference = all_kept(ByHand)
-    budget = BASE + KIB + round(0.8 * max(reference.peaks))
-    job, gauge = on_gpu(budget, waste=0.1)
-    job.steps(10)
-    assert_same_training(job, reference)
-    assert job.states[-1] is State.HOLD and State.HOLD in job.states[:8]
-    model = job.controller.decider.known.model
-    assert 3 <= gauge.num_trims <= 5 and model.overhead_bytes > model.wasted_bytes  # which were the same at first
-    assert gauge.held_bytes() <= budget
+    assert job.controller.report()
 
 
 @each_job
@@ -485,19 +453,48 @@ def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_windo
     reference = make(config(dry_run=True))
     most = BASE + max(make(config(dry_run=True)).steps(1).peaks)
     job = make(config(gpu_budget=most * 17 // 16 if case == "hardly fits" else most * 5 // 4, recompute="off"))
-    job.controller._idleness.is_measured, job.controller._last.gauge = True, Allocator(job.engine)
-    started: list[int] = []
-    start_chunk = job.engine.start_chunk
-    job.engine.start_chunk = lambda *args, **kwargs: (started.append(1), start_chunk(*args, **kwargs))[1]  # type: ignore[func-returns-value, method-assign]
-    for number in range(9):
-        started.clear()
-        for each in (job, reference):
-            each.step(rows=ROWS * 17 // 16 if number == 0 and case == "has differed" else ROWS)
+    job.controller._idleness.is_measured = True
+    Allocator(job)
+    with mock.patch.object(job.engine, "start_chunk", wraps=job.engine.start_chunk) as start_chunk:
+        for number in range(9):
+            start_chunk.reset_mock()
+            for each in (job, reference):
+                each.step(rows=ROWS * 17 // 16 if number == 0 and case == "has differed" else ROWS)
     assert job.states[-1] is State.HOLD and job.moved[-1] == 0
     assert_same_training(job, reference)
     is_idle = case == "fits"
     assert job.engine.is_idle == is_idle
-    assert bool(started) == (make is not ByLayers or not is_idle)  # who opens groups in spite of it is served
+    assert start_chunk.called == (make is not ByLayers or not is_idle)  # who opens groups in spite of it is served
+
+
+def test_checkpoints_run_without_groups_as_well() -> None:
+    job, reference = ByCheckpoints(config(gpu_budget=1 << 30)), ByCheckpoints(config(dry_run=True))
+    job.controller._idleness.is_measured = True
+    assert_same_training(job.steps(9, num_microbatches=1), reference.steps(9, num_microbatches=1))
+    assert job.states[-1] is State.HOLD and job.controller.is_idle
+
+
+def test_a_schedule_knows_its_chunks_in_steps_that_need_no_groups() -> None:
+    """A step without groups had begun a chunk of its own, by which activations had grown: all was measured again."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job = ByHand(config(dry_run=True))
+        stage = PipelineStage(job.model, 0, 1, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 4, loss_fn=lambda y, t: (y - t).square().mean())
+        handle = offload_schedule(schedule, config(gpu_budget=1 << 30, recompute="off"), group_bytes=1 << 16)
+        job.engine, num_idle = handle.engine, 0
+        job.controller._idleness.is_measured = True  # as on a GPU
+        with mock.patch.object(job.engine, "start_chunk", wraps=job.engine.start_chunk) as start_chunk:
+            for _ in range(12):
+                start_chunk.reset_mock()
+                schedule.step(torch.ones(ROWS, HIDDEN), target=torch.zeros(ROWS, HIDDEN))
+                job._optimizer.step()
+                assert start_chunk.call_count == (0 if job.engine.is_idle else 4)
+                num_idle += job.engine.is_idle
+        assert job.controller.state is State.HOLD and num_idle >= 4
+        handle.remove()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("most", "are_alike"), [(640, True), (650, True), (651, False)])
@@ -514,38 +511,27 @@ def test_steps_are_alike_within_a_64th(most: int, are_alike: bool) -> None:
 def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_count() -> None:
     """At 32,768 tokens predictions were 4 GiB too high: the first steps had left as much in pieces."""
     most = most_of()
-    job, gauge = on_fragments(1 << 40, 10 * KIB)
+    job, gauge = on_gpu(1 << 40, 10 * KIB)
     gauge.before_trim = most
     job.steps(8)
     # Copies are threads: a step before may have held more at its peak than the measured one.
     assert 10 * KIB <= job.controller.decider.known.model.overhead_bytes < most // 4
+    summary, expected = job.summary, job.controller._expected()  # what an error of memory tells
+    assert summary.predicted_allocated_bytes == summary.measured_allocated_bytes == gauge.peak_bytes()
+    assert (expected.groups + expected.other, expected.overhead) == (gauge.peak_bytes(), 10 * KIB)
 
 
 def test_the_first_decision_leaves_a_part_of_what_the_floor_reserves_in_vain() -> None:
     """Fragments of a decision are not those of the floor: planned steps held 770 MiB more than their budget."""
     wasted = 100 * KIB
     budget = BASE + wasted + round(0.8 * most_of())
-    job, gauge = on_fragments(budget, wasted, wasted * 5 // 4)
+    job, gauge = on_gpu(budget, wasted, wasted * 5 // 4)
     while State.HOLD not in job.states:
         job.step()
     assert job.states[-3:] == [State.VERIFY, State.VERIFY, State.HOLD]  # no step was above, so nothing is corrected
     assert job.controller.decider.guard_bytes >= 3 * wasted // 10
     assert gauge.held_bytes() <= budget and job.controller.measured.held_bytes <= budget
     assert job.summary.predicted_peak_bytes == job.controller.measured.held_bytes
-
-
-def test_the_table_tells_what_is_allocated_reserved_besides_and_outside() -> None:
-    job, gauge = on_fragments(1 << 40, 100 * KIB, 60 * KIB)
-    gauge.outside_bytes = lambda: 40 * KIB  # type: ignore[method-assign]
-    job.steps(8)
-    summary = job.summary
-    assert summary.predicted_allocated_bytes == summary.measured_allocated_bytes == gauge.peak_bytes()
-    parts = gauge.held_bytes(), gauge.peak_bytes(), 20 * KIB, 40 * KIB
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in job.controller.report().splitlines()]
-    found = {row[0]: row[1:-1] for row in rows if row}
-    assert found["predicted"] == found["measured"] == [f"{nbytes / (1 << 20):,.1f}" for nbytes in parts]
-    expected = job.controller._expected()  # what an error of memory tells, from the same figures
-    assert (expected.groups + expected.other, expected.overhead) == (gauge.peak_bytes(), gauge.held_bytes() - parts[1])
 
 
 @pytest.mark.parametrize(
@@ -555,7 +541,7 @@ def test_a_decision_that_reserves_too_much_in_vain_is_corrected(halves: tuple[in
     """The second step with a decision held 1,000 MiB more than the first: full segments had been split by then."""
     wasted = 100 * KIB
     budget = BASE + wasted + round(0.6 * most_of())
-    job, gauge = on_fragments(budget, wasted, *(half * wasted // 2 for half in halves))
+    job, gauge = on_gpu(budget, wasted, *(half * wasted // 2 for half in halves))
     job.steps(10)
     assert job.states[-1] is State.HOLD and job.states.count(State.VERIFY) == num_verified
     assert job.moved[3] < job.moved[-1] and gauge.held_bytes() <= budget
@@ -582,7 +568,7 @@ def test_a_peak_between_two_steps_changes_no_decision_and_growth_of_all_else_kee
 def test_what_each_step_reserves_in_vain_keeps_less_where_returning_it_does_not_help() -> None:
     """Else each step would be above the budget, and each would begin with an empty allocator."""
     budget = BASE + 20 * KIB + round(0.8 * most_of())
-    job, gauge = on_fragments(budget, 10 * KIB)
+    job, gauge = on_gpu(budget, 10 * KIB)
     job.steps(8)
     assert job.states[-1] is State.HOLD and gauge.held_bytes() <= budget
     moved, num_trims = job.moved[-1], gauge.num_trims
@@ -642,16 +628,11 @@ def test_auto_leaves_twice_what_varied_from_step_to_step(
     assert job.summary.budget_bytes == (1 << 40) - margin
 
 
-def test_auto_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="gpu_budget='auto' depends on the memory of a GPU, and there is none here"):
-        OffloadEngine(config(gpu_budget="auto"))
-
-
 # -- out of memory ----------------------------------------------------------------------------------------------------
 
 
-def run_out(job: Job, before: Callable[[], None] = lambda: None) -> list[str]:
-    """Run out of memory in the third layer of a step; return the notes of the error."""
+def run_out(job: Job, before: Callable[[], None] = lambda: None) -> str:
+    """Run out of memory in the third layer of a step; return what is noted on the error."""
 
     def fail(*_: object) -> None:
         before()
@@ -661,35 +642,35 @@ def run_out(job: Job, before: Callable[[], None] = lambda: None) -> list[str]:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         job.step()
     hook.remove()
-    return getattr(caught.value, "__notes__", [])
+    return "".join(getattr(caught.value, "__notes__", []))
 
 
-@pytest.mark.parametrize(
-    ("part", "extra", "waste"),
-    [
-        ("All else that is allocated has grown the most, by 3.00 GiB: weights, gradients, optimizer state", 3 << 30, 0),
-        ("What is reserved in vain or outside torch has grown the most, by 2.00 GiB: fragments", 0, 2 << 30),
-    ],
-)
-def test_running_out_of_memory_says_what_was_expected_and_what_has_grown(part: str, extra: int, waste: int) -> None:
+def test_running_out_of_memory_says_what_was_expected_and_what_has_grown() -> None:
     job, gauge = on_gpu((4 << 30) + most_of(), base=4 << 30)
 
-    def grow() -> None:
-        gauge._base += extra
-        gauge._reserved = gauge.held_bytes() + waste
+    def reserve_in_vain() -> None:
+        gauge._reserved = gauge.held_bytes() + (2 << 30)
 
-    [early] = run_out(job)
-    assert "and nothing was planned yet: everything was being offloaded. When memory ran out there were" in early
+    assert "and nothing was planned yet: everything was being offloaded" in run_out(job)
     job.steps(8)
-    [note] = run_out(job, grow)
-    assert note.startswith(
-        "gpu_budget is 4.00 GiB, and the plan expected 4.00 GiB at the most: 0.00 GiB of groups of saved tensors, "
-        "4.00 GiB of all else that is allocated, 0.00 GiB of what is reserved in vain or outside torch. When"
-    )
-    assert part in note and job.steps(1).states[-1] is State.HOLD
+    note = run_out(job, reserve_in_vain)
+    assert note.startswith("gpu_budget is 4.00 GiB, and the plan expected 4.00 GiB at the most: 0.00 GiB of groups")
+    assert "What is reserved in vain or outside torch has grown the most, by 2.00 GiB: fragments" in note
+    assert job.steps(1).states[-1] is State.HOLD
+    gauge._base += 3 << 30
+    assert "All else that is allocated has grown the most, by 3.00 GiB: weights, gradients" in run_out(job)
+    by_layers = ByLayers(config(gpu_budget=1 << 40)).steps(6)
+    assert "so the budget is more than this GPU has free" in run_out(by_layers)
+    assert run_out(ByLayers(config())) == ""
 
 
-def test_running_out_of_memory_is_explained_by_front_ends_and_with_a_budget_only() -> None:
-    [note] = run_out(ByLayers(config(gpu_budget=1 << 40)).steps(6))
-    assert "so the budget is more than this GPU has free" in note
-    assert not run_out(ByLayers(config()))
+def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
+    reference = all_kept(ByHand)
+    budget = BASE + KIB + round(0.8 * max(reference.peaks))
+    job, gauge = on_gpu(budget, waste=0.1)
+    job.steps(10)
+    assert_same_training(job, reference)
+    assert job.states[-1] is State.HOLD and State.HOLD in job.states[:8]
+    model = job.controller.decider.known.model
+    assert 3 <= gauge.num_trims <= 5 and model.overhead_bytes > model.wasted_bytes  # which were the same at first
+    assert gauge.held_bytes() <= budget

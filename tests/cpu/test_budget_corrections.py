@@ -1,37 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions and their corrections, with what budgets on H200s have reserved in vain."""
+"""Decisions and their corrections, on one rank and on several, and what is left unused while a decision holds."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from statistics import median
 from threading import Barrier
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from offload_engine._budget.decide import _WASTED_SHARE, Decider, excess_of
 from offload_engine._budget.floor import FloorSteps
+from offload_engine._budget.hold import HoldWatch
 from offload_engine._budget.known import Known
 from offload_engine._budget.verify import Verifier
 from offload_engine.planning.choose import choose
-from offload_engine.planning.memory import (
-    _WASTED_BEYOND,
-    _WASTED_IN_PIPELINE,
-    _WASTED_KEEPING,
-    _WASTED_MOVING,
-    Excess,
-)
+from offload_engine.planning.memory import Excess
 from offload_engine.planning.predict import Costs, held_with
 from offload_engine.planning.steps import Decision, Steps
 from tests.cpu.test_choose import GIB, one_rank
-
-RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_budget_h200.jsonl"
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -47,46 +37,6 @@ def test_the_shortest_step_counts_of_those_like_the_measured_one(
     for step in ((num_chunks, chunk_bytes, 7.0), (4, 100.0, 9.0)):
         floor.note_time(SimpleNamespace(**dict(zip(("num_chunks", "chunk_bytes", "milliseconds"), step, strict=True))))  # type: ignore[arg-type]
     assert floor.milliseconds == expected
-
-
-class Wasted(NamedTuple):
-    """Bytes that steps with the first decision within a budget have reserved in vain, settled, on one rank."""
-
-    floor: float
-    """With everything offloaded."""
-    predicted: float
-    held: float
-
-
-def wasted() -> list[Wasted]:
-    found, floors = [], dict[tuple[str, int], float]()
-    for turn in map(json.loads, RESULTS.read_text().splitlines()):
-        if turn["kind"] != "turn" or turn["contender"] != "budget":
-            continue
-        budget, place = turn["budget"], (turn["setup"], turn["rank"])
-        outside, allocated = turn["outside_bytes"], turn["peak_allocated_bytes"]
-        steps: dict[str, int] = {step["state"]: step["held_bytes"] for step in budget["steps"]}  # the last of each
-        measured = steps["MEASURE"] - outside
-        is_all_kept = budget["gpu_budget"] is None
-        if is_all_kept:  # what is allocated is predicted exactly, and five eighths of what the floor wastes beside it
-            first = next(step["predicted_bytes"] for step in budget["steps"] if step["predicted_bytes"])
-            floors[place] = measured - (first - outside - allocated) * 8 / 5
-        floor = measured - floors[place]
-        share = _WASTED_IN_PIPELINE if turn["setup"].startswith("c") else _WASTED_KEEPING
-        beyond = _WASTED_BEYOND * (allocated - floors[place]) if share == _WASTED_IN_PIPELINE else 0.0
-        predicted = max(share * floor, beyond) if is_all_kept else _WASTED_MOVING * floor
-        found.append(Wasted(floor, predicted, steps["VERIFY"] - outside - allocated))
-    return found
-
-
-def test_what_is_reserved_in_vain_is_predicted_within_what_gpus_have_shown() -> None:
-    """Predictions were up to 1.3 GiB too low where several chunks wait and nothing moves."""
-    every = wasted()
-    errors = sorted(each.predicted - each.held for each in every)
-    assert len(errors) == 26 and errors[0] > -512 * MIB and errors[-3] < 550 * MIB
-    # One rank's floor wasted 3.6 GiB, and its decisions 1.4 to 2.3.
-    assert errors[-1] < 1600 * MIB and median(map(abs, errors)) < 256 * MIB
-    assert all(each.held - each.predicted <= _WASTED_SHARE * each.floor for each in every)  # the guard is enough
 
 
 WASTED = 2 * GIB
@@ -175,3 +125,57 @@ def test_ranks_decide_alike_again_after_one_has_kept_less_by_itself(excess: Exce
     assert ranks.level() == [True, True]
     assert len(ranks.decisions()) == 1 and alone.chosen.best.decision != before
     assert ranks.level() == [False, False]
+
+
+# -- while a decision holds, window by window, on a decider that writes down what it is told --------------------------
+
+BUDGET = 1 << 20
+UNUSED = BUDGET // 32
+
+
+def watch_of(
+    peak_bytes: int, stalled_ms: float = 1.0, recomputed_bytes: int = 0
+) -> tuple[HoldWatch, Any, list[Excess]]:
+    corrected: list[Excess] = []
+    best = SimpleNamespace(held_bytes=BUDGET, stalled_ms=stalled_ms, recomputed_bytes=recomputed_bytes)
+    decider = mock.Mock(budget_bytes=BUDGET, extra_bytes=0, is_at_floor=False, chosen=SimpleNamespace(best=best))
+    decider.agree, decider.correct = lambda numbers: numbers, corrected.append
+    decider.level.return_value, decider.decide.return_value = False, None
+    last = mock.Mock(peak_bytes=peak_bytes, end_bytes=0)
+    return HoldWatch(decider, mock.Mock(), last), last, corrected
+
+
+@pytest.mark.parametrize(("stalled_ms", "recomputed_bytes"), [(1.0, 0), (0.0, 1), (0.0, 0)])
+@pytest.mark.parametrize("unused", [UNUSED, UNUSED + 1])
+def test_half_of_what_a_window_left_is_used_where_that_may_save_time(
+    unused: int, stalled_ms: float, recomputed_bytes: int
+) -> None:
+    watch, _, corrected = watch_of(BUDGET - unused, stalled_ms, recomputed_bytes)
+    watch.use_what_is_left()
+    is_used = unused > UNUSED and (stalled_ms > 0 or recomputed_bytes > 0)
+    assert corrected == [Excess(-unused // 2)] * is_used
+
+
+@pytest.mark.parametrize(("num_excesses", "num_windows"), [(0, 1), (1, 2), (3, 8), (6, 64), (7, 64)])
+def test_steps_above_the_budget_double_how_long_it_takes(num_excesses: int, num_windows: int) -> None:
+    watch, last, corrected = watch_of(BUDGET + 1)
+    for _ in range(num_excesses):
+        watch.answer(BUDGET + 1, is_window_over=False)
+    last.peak_bytes = BUDGET
+    watch.use_what_is_left()  # nothing was left
+    last.peak_bytes = BUDGET // 2
+    for _ in range(2):
+        corrected.clear()
+        for _ in range(num_windows):
+            assert not corrected
+            watch.use_what_is_left()
+        assert len(corrected) == 1
+
+
+def test_a_plan_that_was_given_and_does_not_fit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where ranks have to agree it is measured when a window is over; every step until then was warned of."""
+    watch, _, _ = watch_of(BUDGET + 1)
+    watch._decider.chosen, watch._in_force.recomputed = None, frozenset()
+    for _ in range(3):
+        watch.answer(BUDGET + 1, is_window_over=False)
+    assert watch.wants_measure and len(caplog.records) == 1

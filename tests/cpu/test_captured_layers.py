@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine import OffloadConfig, OffloadEngine, OffloadError, Planned, ResidentBudget, captured_layers
+from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
-from offload_engine._captured.slots import Slot
 from offload_engine._compat import reads
 from offload_engine._devices.base import HostRegion
 from offload_engine.captured_layers import CapturedLayers
@@ -66,6 +66,14 @@ class Graphs:
         self.order = order.split()
         self.layers = [Layer(self.pool, WIDTH, factor) for factor in FACTORS]
         self.chunks: dict[str, GraphedChunk] = {}
+
+    @contextmanager
+    def graph(self) -> Iterator[Any]:
+        """Capture one more graph."""
+        graph = self.owner.CUDAGraph()
+        graph.capture_begin()
+        yield graph
+        graph.capture_end()
 
     def capture(self) -> None:
         for action in self.order:
@@ -163,27 +171,17 @@ def test_another_order_of_replays_is_refused(engine: OffloadEngine) -> None:
         graphs.run(0, ["F0", "F1", "B0"])
 
 
-def test_compute_is_the_stream_that_is_current_when_a_graph_is_replayed(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs, device = Graphs("F0 B0"), engine.device
-    assert isinstance(device, GraphDevice)
+def test_compute_is_the_stream_that_is_current_when_a_graph_is_replayed(engine: OffloadEngine, graphs: Graphs) -> None:
     captured(graphs, engine)
-    recorded: list[Any] = []
-    record = device.record_event
-
-    def noted(stream: Any) -> Any:
-        recorded.append(stream)
-        return record(stream)
-
-    monkeypatch.setattr(device, "record_event", noted)
+    device, context = engine.device, engine._context
+    assert isinstance(device, GraphDevice)
     for name in ("one", "other"):
         with device.compute_stream(name) as stream:
-            device.wait_stream(stream, engine._context.copy_in_stream)
-            recorded.clear()
-            graphs.run(0)
-        assert stream in recorded
-        assert {*recorded} <= {stream, engine._context.copy_out_stream, engine._context.copy_in_stream}
+            device.wait_stream(stream, context.copy_in_stream)
+            with mock.patch.object(device, "record_event", wraps=device.record_event) as record:
+                graphs.run(0)
+        recorded = {call.args[0] for call in record.call_args_list}
+        assert stream in recorded and recorded <= {stream, context.copy_out_stream, context.copy_in_stream}
 
 
 class ReplayedTwice:
@@ -194,23 +192,25 @@ class ReplayedTwice:
         self._at = len(graph.kernels) if is_behind else 0
 
     def replay(self) -> None:
-        with pytest.raises(ZeroDivisionError):
-            self._fail()
+        self.fail()
         self._graph.replay()
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
         kernels = self._graph.kernels
         kernels.insert(self._at, (lambda *, out: 1 // 0, torch.empty(0), ()))
-        try:
+        with pytest.raises(ZeroDivisionError):
             self._graph.replay()
-        finally:
-            kernels.pop(self._at)
+        kernels.pop(self._at)
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
 def test_a_replay_that_has_raised_is_repeated(is_behind: bool, engine: OffloadEngine) -> None:
     graphs = Graphs("F0 F1 B1 B0")
     captured(graphs, engine)
+    graphs.run(0, ["F0", "F1", "B1"])
+    ReplayedTwice(graphs.chunks["0"]._forwards[0], is_behind=False).fail()  # a new pass, which ends the one before
+    with pytest.raises(OffloadError, match="CUDA graph 18 is replayed where graph 0 was captured"):
+        graphs.run(0, ["B0"])
     for chunk in graphs.chunks.values():
         chunk._forwards = [ReplayedTwice(graph, is_behind) for graph in chunk._forwards]
         chunk._backwards = [ReplayedTwice(graph, is_behind) for graph in chunk._backwards]
@@ -218,39 +218,28 @@ def test_a_replay_that_has_raised_is_repeated(is_behind: bool, engine: OffloadEn
         check_replays(graphs)
 
 
-def test_a_new_pass_that_fails_at_once_has_ended_the_one_before(engine: OffloadEngine) -> None:
-    graphs = Graphs("F0 F1 B1 B0")
-    captured(graphs, engine)
-    graphs.run(0, ["F0", "F1", "B1"])
-    with pytest.raises(ZeroDivisionError):
-        ReplayedTwice(graphs.chunks["0"]._forwards[0], is_behind=False)._fail()
-    with pytest.raises(OffloadError, match="CUDA graph 18 is replayed where graph 0 was captured"):
-        graphs.run(0, ["B0"])
-    check_replays(graphs)
-
-
 @pytest.mark.parametrize("call", ["copy_out", "copy_in"])
-def test_behind_copies_that_were_not_all_issued_only_a_new_pass_is_right(
-    call: str, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_copies_that_were_not_all_issued_only_a_new_pass_is_right(call: str, engine: OffloadEngine) -> None:
     graphs = Graphs("F0 F1 B1 B0")
     layers = captured(graphs, engine)
-    steps = [bool(step.copy_outs if call == "copy_out" else step.copy_ins) for step in layers.steps]
-    for failing in range(sum(steps)):
-        with monkeypatch.context() as patch:
-            original, calls = getattr(engine.device, call), iter(range(failing))
+    num_calls = sum(bool(step.copy_outs if call == "copy_out" else step.copy_ins) for step in layers.steps)
+    forwards, backwards = (
+        [getattr(graphs.chunks[n], name) for n in o] for name, o in (("_forwards", "01"), ("_backwards", "10"))
+    )
+    later = [graph for chunk in (*forwards, *backwards) for graph in chunk][1:]
+    original = getattr(engine.device, call)
+    for failing in range(num_calls):
+        effects = iter([*[original] * failing, None])
 
-            def failed(*args: Any, original: Any = original, calls: Iterator[int] = calls) -> Any:
-                if next(calls, None) is None:
-                    raise ZeroDivisionError
-                return original(*args)
+        def limited(*args: Any, effects: Iterator[Any] = effects) -> Any:
+            effect = next(effects)
+            if effect is None:
+                raise ZeroDivisionError
+            return effect(*args)
 
-            patch.setattr(engine.device, call, failed)
-            with pytest.raises(ZeroDivisionError):
-                graphs.run(0)
-        all_graphs = [graph for name in "01" for graph in graphs.chunks[name]._forwards]
-        all_graphs += [graph for name in "10" for graph in graphs.chunks[name]._backwards]
-        for graph in all_graphs[1:]:
+        with mock.patch.object(engine.device, call, limited), pytest.raises(ZeroDivisionError):
+            graphs.run(0)
+        for graph in later:
             with pytest.raises(OffloadError, match="where graph 0 was captured"):
                 graph.replay()
         check_replays(graphs)
@@ -276,26 +265,21 @@ def test_what_a_backward_leaves_behind_keeps_its_slot(engine: OffloadEngine, gra
     stash: list[torch.Tensor] = []
     for layer in graphs.layers:
         layer.stash = stash
-    sums: list[torch.Tensor] = []
     with capturing(graphs, engine) as layers:
         graphs.capture()
-        late = graphs.owner.CUDAGraph()
-        late.capture_begin()
-        for saved in stash:
-            sums.append(graphs.pool.launch(torch.neg, graphs.pool.empty(WIDTH), saved))
-        late.capture_end()
+        with graphs.graph() as late:
+            sums = [graphs.pool.launch(torch.neg, graphs.pool.empty(WIDTH), saved) for saved in stash]
         stash.clear()
     assert layers.copied_out_bytes > 0
-    value = torch.rand(WIDTH)
-    inputs = [value]
+    inputs = [torch.rand(WIDTH)]
     for layer in graphs.layers:
         inputs.append(inputs[-1] * layer.factor * torch.sin(inputs[-1] * layer.factor))
     for _ in range(2):
-        graphs.chunks["0"].forward(value)
+        graphs.chunks["0"].forward(inputs[0])
         graphs.chunks["0"].backward(torch.ones(WIDTH))
         late.replay()
-        for layer, x, found in zip(reversed(graphs.layers), reversed(inputs[:-1]), sums, strict=True):
-            assert torch.equal(found, -(x * layer.factor))
+        for layer, value, found in zip(reversed(graphs.layers), reversed(inputs[:-1]), sums, strict=True):
+            assert torch.equal(found, -(value * layer.factor))
 
 
 class Two(Layer):
@@ -307,47 +291,39 @@ class Two(Layer):
 
 
 def test_what_a_backward_reads_in_another_order_comes_back_in_one_copy(engine: OffloadEngine, graphs: Graphs) -> None:
-    graphs.layers[:] = wanted = [Two(graphs.pool, WIDTH, factor) for factor in FACTORS]
-    layers = captured(graphs, engine)
-    assert [len(step.copy_outs) for step in layers.steps].count(4) == len(wanted) - 1
-    copied = [copy_in.copies for step in layers.steps for copy_in in step.copy_ins]
-    assert [[region.nbytes for region, _ in copies] for copies in copied] == [[2 * LAYER_BYTES]] * (len(wanted) - 1)
-    found = graphs.run(3)
     without = Graphs("F0 B0")
-    without.layers[:] = [Two(without.pool, WIDTH, factor) for factor in FACTORS]
+    for each in (graphs, without):
+        each.layers[:] = [Two(each.pool, WIDTH, factor) for factor in FACTORS]
+    layers = captured(graphs, engine)
+    assert [len(step.copy_outs) for step in layers.steps].count(4) == NUM_LAYERS - 1
+    copied = [copy_in.copies for step in layers.steps for copy_in in step.copy_ins]
+    assert [[region.nbytes for region, _ in copies] for copies in copied] == [[2 * LAYER_BYTES]] * (NUM_LAYERS - 1)
     without.capture()
-    assert are_equal(found, without.run(3))
+    assert are_equal(graphs.run(3), without.run(3))
 
 
 class OneBackwardOfTwo:
     """Four layers, of which one graph is the backward of the first two; the others save twice as much as these."""
 
     def __init__(self, graphs: Graphs) -> None:
-        pool = graphs.pool
-        layers = [*graphs.layers[:2], *(Two(pool, WIDTH, factor) for factor in FACTORS[2:4])]
-        self._owner = graphs.owner
+        layers = [*graphs.layers[:2], *(Two(graphs.pool, WIDTH, factor) for factor in FACTORS[2:4])]
         self._graphs: list[tuple[Any, list[torch.Tensor]]] = []  # with what they write
-        inputs = [pool.empty(WIDTH).fill_(1.0).requires_grad_() for _ in layers]
-        self._grads = [pool.empty(WIDTH).fill_(1.0) for _ in layers]
-        outputs = [self._capture(layer, x)[0] for layer, x in zip(layers, inputs, strict=True)]
+        self._inputs = [graphs.pool.empty(WIDTH).fill_(1.0).requires_grad_() for _ in layers]
+        grads = [graphs.pool.empty(WIDTH).fill_(1.0) for _ in layers]
+        outputs = []
+        for layer, x in zip(layers, self._inputs, strict=True):
+            with graphs.graph() as graph:
+                outputs.append(layer(x))
+            self._graphs.append((graph, [alias(outputs[-1].detach())]))
         for read in (slice(3, 4), slice(2, 3), slice(2)):
-            self._capture(torch.autograd.grad, outputs[read], inputs[read], self._grads[read])
-        self._inputs = [x.detach() for x in inputs]
-
-    def _capture(self, call: Callable[..., Any], *args: Any) -> Sequence[torch.Tensor]:
-        graph = self._owner.CUDAGraph()
-        graph.capture_begin()
-        found = call(*args)
-        graph.capture_end()
-        results: Sequence[torch.Tensor] = [found] if isinstance(found, torch.Tensor) else found
-        self._graphs.append((graph, [alias(result.detach()) for result in results]))
-        return results
+            with graphs.graph() as graph:
+                found = torch.autograd.grad(outputs[read], self._inputs[read], grads[read])
+            self._graphs.append((graph, [alias(each) for each in found]))
 
     def run(self, seed: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+        generator, found = torch.Generator().manual_seed(seed), list[torch.Tensor]()
         for x in self._inputs:
-            x.copy_(torch.rand(WIDTH, generator=generator))
-        found = []
+            x.detach().copy_(torch.rand(WIDTH, generator=generator))
         for graph, results in self._graphs:
             graph.replay()
             found += [result.clone() for result in results]
@@ -363,22 +339,18 @@ def test_a_backward_of_two_forwards_finds_room_for_both_in_a_slot(engine: Offloa
         assert all(map(torch.equal, several.run(seed), without.run(seed)))
 
 
-class _PassesThrough(torch.autograd.Function):
-    """Its forward does nothing; a layer acts in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-        ctx.layer = layer
-        return x.view_as(x)
-
-
 def test_what_a_backward_computes_again_leaves_the_slots_there(engine: OffloadEngine, graphs: Graphs) -> None:
     class Again(Layer):
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = _Again.apply(super().__call__(x), self)
             return out
 
-    class _Again(_PassesThrough):
+    class _Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+            ctx.layer = layer
+            return x.view_as(x)
+
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             with torch.enable_grad():  # it saves before the backward has read anything
@@ -386,18 +358,8 @@ def test_what_a_backward_computes_again_leaves_the_slots_there(engine: OffloadEn
             return grads[0], None
 
     graphs.layers[:] = [Again(graphs.pool, WIDTH, factor) for factor in FACTORS]
-    layers = captured(graphs, engine, graphs_beside=0)
-    assert layers.copied_out_bytes > 0
+    assert captured(graphs, engine, graphs_beside=0).copied_out_bytes > 0
     check_replays(graphs)
-
-
-def test_a_slot_gives_what_is_free_where_it_is_asked_for_if_it_is() -> None:
-    buffer = torch.zeros(64, dtype=torch.uint8)
-    slot = Slot(buffer, 0)
-    taken = [slot.take(nbytes, offset, 16) for nbytes, offset in ((10, 32), (16, 32), (16, 16), (16, 16))]
-    assert [storage.data_ptr() - buffer.data_ptr() for storage in taken] == [32, 0, 16, 48]
-    with pytest.raises(OffloadError, match="more than the 64 bytes"):
-        slot.take(1, 0, 16)
 
 
 @pytest.mark.parametrize(("least", "is_moved"), [(4 * WIDTH, True), (4 * WIDTH + 1, False)])
@@ -407,20 +369,17 @@ def test_the_threshold_is_that_of_the_engine(least: int, is_moved: bool, graphs:
 
 
 def test_groups_say_what_may_leave(engine: OffloadEngine, graphs: Graphs) -> None:
-    call = Layer.__call__
-
     class Grouped(Layer):
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            recording = engine.graphs.recording
-            assert recording is not None and recording.are_innermost()
+            recording = present(engine.graphs.recording)
+            assert recording.are_innermost()
             if self.factor < 1:
-                return call(self, x)
+                return super().__call__(x)
             group = recording.group(min_bytes=1 << 20 if self.factor == 1.3 else 0)
             group.push()
-            try:
-                return call(self, x)
-            finally:
-                group.pop()
+            out = super().__call__(x)
+            group.pop()
+            return out
 
     graphs.layers[:] = [Grouped(graphs.pool, WIDTH, factor) for factor in FACTORS]
     layers = captured(graphs, engine, saves_all=False, graphs_beside=0)
@@ -429,29 +388,83 @@ def test_groups_say_what_may_leave(engine: OffloadEngine, graphs: Graphs) -> Non
     check_replays(graphs)
 
 
-def test_a_group_that_is_open_at_the_end_of_a_capture_is_closed(engine: OffloadEngine, graphs: Graphs) -> None:
+def test_a_capture_with_an_open_group_or_without_an_end_leaves_no_hooks_and_no_other_follows_the_latter(
+    engine: OffloadEngine, graphs: Graphs
+) -> None:
     with engine.graphs.capture_layers(owner=graphs.owner):
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        recording = present(engine.graphs.recording)
-        group = recording.group()
-        group.push()
-        graph.capture_end()
+        with graphs.graph():
+            group = present(engine.graphs.recording).group()
+            group.push()
+        assert not has_hooks()
         group.pop()
+    with pytest.raises(OffloadError, match="was interrupted"), engine.graphs.capture_layers(owner=graphs.owner):
+        graphs.owner.CUDAGraph().capture_begin()
+        assert has_hooks()
+        graphs.owner.CUDAGraph().capture_begin()
+    assert not has_hooks()
+
+
+def test_without_room_on_the_host_all_stays_or_the_capture_ends(
+    graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_with(host_limit_bytes=1) as full:
+        layers = captured(graphs, full)
+        assert layers.copied_out_bytes == layers.host_bytes == layers.slot_bytes == 0
+        check_replays(graphs)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"what {NUM_LAYERS - 1} captured forwards save stays on the device")
+    with engine_with(host_limit_bytes=1, host_policy="error") as engine:
+        with pytest.raises(OffloadError, match="a captured layer needs .* bytes of host memory.*host_policy='keep'"):
+            captured(Graphs("F0 B0"), engine)
         assert not has_hooks()
 
 
-def test_a_tensor_that_was_written_after_its_save_is_an_error(engine: OffloadEngine, graphs: Graphs) -> None:
-    x = torch.rand(WIDTH, requires_grad=True)
-    with engine.graphs.capture_layers(owner=graphs.owner):
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        y = x * 2
-        out = y.sin()
-        y.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-        graph.capture_end()
+@pytest.mark.parametrize("how", ["released", "broken off", "interrupted late", "reset", "freed"])
+def test_the_memory_of_slots_is_freed_and_graphs_without_it_are_not_replayed(
+    how: str, engine: OffloadEngine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their routines have addresses that are free by then."""
+    monkeypatch.setattr(captured_layers, "_SMALLEST_SLAB", 0)  # slabs without a free byte, as those of large layers
+    buffers, allocate, complete = [], engine.device.allocate, CapturedLayers.complete
+
+    def noting(*args: Any) -> torch.Tensor:
+        buffer = allocate(*args)
+        buffers.append(StorageWeakRef(buffer.untyped_storage()))
+        return buffer
+
+    def interrupted(layers: CapturedLayers) -> None:
+        complete(layers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.device, "allocate", noting)
+    if how == "interrupted late":
+        monkeypatch.setattr(CapturedLayers, "complete", interrupted)
+    with contextlib.suppress(ZeroDivisionError, KeyboardInterrupt):
+        with engine.graphs.capture_layers(owner=graphs.owner) as layers:
+            graphs.capture()
+            assert layers.slabs.nbytes > 0
+            if how == "broken off":
+                raise ZeroDivisionError
+    if how == "released":
+        with pytest.raises(OffloadError, match="captured layers still use"):
+            engine.close()
+        layers.release()
+    elif how in ("reset", "freed"):
+        engine.graphs.release_freed()
+        assert len(engine.graphs.layers) == 1
+        graphs.reset() if how == "reset" else graphs.chunks.clear()
+        engine.graphs.release_freed()
+    layers.release()
+    assert buffers and all(buffer.expired() for buffer in buffers)
+    assert layers.slot_bytes == 0 and (layers.slabs.nbytes == 0 or how != "broken off")
+    assert engine.graphs.layers == () and engine.graphs.recording is None
+    if how in ("released", "broken off", "interrupted late"):
+        with pytest.raises(OffloadError, match="after the release of its memory"):
+            graphs.run(0)
+    monkeypatch.undo()
+    again = Graphs("F0 B0")
+    captured(again, engine)
+    check_replays(again)
 
 
 class Rewriting(Layer):
@@ -475,39 +488,23 @@ class _Rewriting(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("has_left", [False, True])
-def test_a_tensor_that_a_backward_has_written_is_an_error(
+def test_a_tensor_that_was_written_after_its_save_or_by_a_backward_is_an_error(
     has_left: bool, engine: OffloadEngine, graphs: Graphs
 ) -> None:
+    x = torch.rand(WIDTH, requires_grad=True)
     with capturing(graphs, engine) as layers:
         chunk = GraphedChunk([Rewriting(graphs.pool, WIDTH, 1.0), *graphs.layers[: 4 * has_left]], graphs.owner)
         chunk.capture_forward()
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with graphs.graph(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             chunk._static[0][1].sum().backward()
-        graph.capture_end()
         del chunk
+        with graphs.graph():
+            y = x * 2
+            out = y.sin()
+            y.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
     assert (layers.copied_out_bytes > 0) == has_left
-
-
-def test_without_room_on_the_host_all_stays(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
-    with engine_with(host_limit_bytes=1) as full:
-        layers = captured(graphs, full)
-        assert layers.copied_out_bytes == layers.host_bytes == layers.slot_bytes == 0
-        check_replays(graphs)
-    (warning,) = caplog.messages
-    assert warning.startswith(f"what {NUM_LAYERS - 1} captured forwards save stays on the device")
-
-
-def test_released_graphs_are_not_replayed(engine: OffloadEngine, graphs: Graphs) -> None:
-    layers = captured(graphs, engine)
-    with pytest.raises(OffloadError, match="captured layers still use"):
-        engine.close()
-    layers.release()
-    layers.release()
-    assert engine.graphs.layers == () and layers.slot_bytes == 0
-    with pytest.raises(OffloadError, match="after the release of its memory"):
-        graphs.run(0)
 
 
 @pytest.mark.parametrize("num_actions", [1, 3])
@@ -546,70 +543,6 @@ def test_bytes_that_are_to_stay_are_the_first_that_wait_for_their_backward(order
     assert moved[0] - moved[1] == num_filled * 2 * LAYER_BYTES
 
 
-@pytest.mark.parametrize(("policy", "is_said"), [(None, False), (Planned(), False), (ResidentBudget(1), True)])
-def test_bounds_of_policies_are_for_what_runs_eagerly(
-    policy: Any, is_said: bool, graphs: Graphs, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    with engine_with(policy=policy) as engine:
-        captured(graphs, engine)
-        graphs.reset()
-    assert [text.startswith("ResidentBudget(") for text in caplog.messages] == [True] * is_said
-
-
-def test_without_room_that_is_required_the_capture_ends(graphs: Graphs) -> None:
-    with engine_with(host_limit_bytes=1, host_policy="error") as engine:
-        with pytest.raises(OffloadError, match="a captured layer needs .* bytes of host memory.*host_policy='keep'"):
-            captured(graphs, engine)
-        assert not has_hooks()
-
-
-@pytest.mark.parametrize("is_broken_off", [False, True])
-def test_the_memory_of_slots_is_freed_and_what_was_broken_off_is_not_replayed(
-    is_broken_off: bool, engine: OffloadEngine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(captured_layers, "_SMALLEST_SLAB", 0)  # slabs without a free byte, as those of large layers
-    buffers, allocate = [], engine.device.allocate
-
-    def noting(*args: Any) -> torch.Tensor:
-        buffer = allocate(*args)
-        buffers.append(StorageWeakRef(buffer.untyped_storage()))
-        return buffer
-
-    monkeypatch.setattr(engine.device, "allocate", noting)
-    with pytest.raises(ZeroDivisionError) if is_broken_off else nullcontext():
-        with engine.graphs.capture_layers(owner=graphs.owner) as layers:
-            graphs.capture()
-            assert layers.slabs.nbytes > 0
-            if is_broken_off:
-                raise ZeroDivisionError
-    layers.release()
-    assert buffers and all(buffer.expired() for buffer in buffers)
-    assert layers.slot_bytes == 0
-    assert layers.slabs.nbytes == 0 or not is_broken_off
-    assert engine.graphs.layers == () and engine.graphs.recording is None
-    with pytest.raises(OffloadError, match="after the release of its memory"):
-        graphs.run(0)
-    again = Graphs("F0 B0")
-    captured(again, engine)
-    check_replays(again)
-
-
-@pytest.mark.parametrize("are_reset", [True, False])
-def test_layers_whose_graphs_are_reset_or_freed_are_released(
-    are_reset: bool, engine: OffloadEngine, graphs: Graphs
-) -> None:
-    captured(graphs, engine)
-    engine.graphs.release_freed()
-    assert len(engine.graphs.layers) == 1
-    if are_reset:
-        graphs.reset()
-    else:
-        graphs.chunks.clear()
-    engine.graphs.release_freed()
-    assert not engine.graphs.layers
-
-
 def test_one_engine_captures_at_a_time_and_is_idle_then(engine: OffloadEngine, graphs: Graphs) -> None:
     def refused(message: str, by: OffloadEngine = engine, **options: Any) -> None:
         with pytest.raises((OffloadError, ValueError), match=message):
@@ -618,18 +551,22 @@ def test_one_engine_captures_at_a_time_and_is_idle_then(engine: OffloadEngine, g
 
     base = graphs.owner.CUDAGraph
     with engine_with() as other:
-        with engine.graphs.capture_layers(owner=graphs.owner):
+        with capturing(graphs, engine) as layers:
             assert graphs.owner.CUDAGraph is not base and issubclass(graphs.owner.CUDAGraph, base)
             refused("inside a capture")
             refused("two engines at once", by=other)
+            graphs.capture()
+            with pytest.raises(OffloadError, match=r"replayed inside capture_layers\(\)"):
+                graphs.run(0)
+            with pytest.raises(OffloadError, match=r"released inside capture_layers\(\)"):
+                layers.release()
+        check_replays(graphs)
         assert graphs.owner.CUDAGraph is base
-        with other.graphs.capture_layers(owner=graphs.owner):
-            pass
+        captured(Graphs("F0 B0"), other)
     with engine.iteration():
         refused("inside a step")
     refused("graphs_beside must not be negative", graphs_beside=-1)
-    for layers in engine.graphs.layers:
-        layers.release()
+    layers.release()
     engine.close()
     refused(r"after close\(\)")
 
@@ -647,52 +584,13 @@ def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> No
     assert saved.release(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
 
 
-def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngine, graphs: Graphs) -> None:
-    with capturing(graphs, engine) as layers:
-        graphs.capture()
-        with pytest.raises(OffloadError, match=r"replayed inside capture_layers\(\)"):
-            graphs.run(0)
-        with pytest.raises(OffloadError, match=r"released inside capture_layers\(\)"):
-            layers.release()
-    check_replays(graphs)
-
-
-def test_captures_that_an_interrupt_has_ended_late_are_not_replayed(
-    engine: OffloadEngine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their routines have addresses that are free by then."""
-    complete = CapturedLayers.complete
-
-    def interrupted(layers: CapturedLayers) -> None:
-        complete(layers)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(CapturedLayers, "complete", interrupted)
-    with pytest.raises(KeyboardInterrupt), engine.graphs.capture_layers(owner=graphs.owner):
-        graphs.capture()
-    with pytest.raises(OffloadError, match="after the release of its memory"):
-        graphs.run(0)
-
-
-def test_a_capture_without_an_end_leaves_no_hooks_and_no_other_follows_it(
-    engine: OffloadEngine, graphs: Graphs
-) -> None:
-    with pytest.raises(OffloadError, match="was interrupted"), engine.graphs.capture_layers(owner=graphs.owner):
-        graphs.owner.CUDAGraph().capture_begin()
-        assert has_hooks()
-        graphs.owner.CUDAGraph().capture_begin()
-    assert not has_hooks()
-
-
 def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: OffloadEngine, graphs: Graphs) -> None:
     with capturing(graphs, engine, graphs_beside=0) as layers:
-        chunk = graphs.chunks["0"] = GraphedChunk(graphs.layers[:1], graphs.owner)
+        chunk = GraphedChunk(graphs.layers[:1], graphs.owner)
         chunk.capture_forward()
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        chunk._static.clear()  # the autograd graph goes with it
-        graphs.layers[1](torch.ones(WIDTH, requires_grad=True))
-        graph.capture_end()
+        with graphs.graph():
+            chunk._static.clear()  # the autograd graph goes with it
+            graphs.layers[1](torch.ones(WIDTH, requires_grad=True))
     assert layers.copied_out_bytes == 0
 
 
@@ -704,11 +602,8 @@ def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused
         chunk.capture_forward()
         with pytest.raises(OffloadError, match="runs outside a capture: capture it, too"):
             chunk._static[0][1].sum().backward()
-        graph = graphs.owner.CUDAGraph()
-        graph.capture_begin()
-        with pytest.raises(OffloadError, match="reads what two others have saved"):
-            sum(out.sum() for _, out in chunk._static[1:]).backward()  # type: ignore[union-attr]
-        graph.capture_end()
+        with graphs.graph(), pytest.raises(OffloadError, match="reads what two others have saved"):
+            torch.stack([out.sum() for _, out in chunk._static[1:]]).sum().backward()
 
 
 # -- the order of uses of the same bytes ------------------------------------------------------------------------------

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -49,13 +51,16 @@ def offload(device: AdversarialDevice) -> Iterator[CheckpointOffload]:
     offload.close()
 
 
-def run(function: Checkpoint, is_reentrant: bool = False, num_steps: int = 2, **options: Any) -> list[torch.Tensor]:
+def run(
+    function: Checkpoint, is_reentrant: bool = False, num_steps: int = 2, around_forward: Any = None, **options: Any
+) -> list[torch.Tensor]:
     """Train a `Stack` that checkpoints its blocks by `function`; returns losses and gradients."""
     torch.manual_seed(0)
     model = Stack(call=lambda block, x: function(block, x, use_reentrant=is_reentrant, **options))
     seen: list[torch.Tensor] = []
     for _ in range(num_steps):
-        loss = model(torch.randn(2, LENGTH, HIDDEN))
+        with around_forward or nullcontext():
+            loss = model(torch.randn(2, LENGTH, HIDDEN))
         loss.backward()
         seen += [loss.detach(), *(present(p.grad).clone() for p in model.parameters())]
     return seen
@@ -71,15 +76,7 @@ def test_the_function_in_a_with_statement(offload: CheckpointOffload, is_reentra
     with offload:
         assert all_equal(run(checkpoint, is_reentrant), expected)
     assert offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
-    torch.manual_seed(0)
-    model = Stack(call=lambda block, x: checkpoint(block, x, use_reentrant=is_reentrant))
-    found: list[torch.Tensor] = []
-    for _ in range(2):
-        with offload:
-            loss = model(torch.randn(2, LENGTH, HIDDEN))
-        loss.backward()
-        found += [loss.detach(), *(present(p.grad).clone() for p in model.parameters())]
-    assert all_equal(found, expected)
+    assert all_equal(run(checkpoint, is_reentrant, around_forward=offload), expected)
 
 
 def test_inside_manage_activations(device: AdversarialDevice) -> None:
@@ -252,4 +249,41 @@ def test_the_default_is_two_inputs_on_the_device_and_an_engine_has_its_own_confi
     assert offload.engine.config.policy == GroupWindow(2)
     with pytest.raises(ValueError, match="a config or an engine"):
         CheckpointOffload(OffloadConfig(), engine=offload.engine)
+    offload.close()
+
+
+# -- which one is in force ---------------------------------------------------------------------------------------------
+
+CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
+
+
+def checkpointed() -> torch.Tensor:
+    return checkpoint(nn.Linear(16, 16), torch.ones(8, 16, requires_grad=True)).sum()
+
+
+@pytest.mark.parametrize("kinds", ["mc", "cm", "cc", "mcm"])
+def test_none_is_in_force_in_whatever_order_with_statements_are_left(kinds: str) -> None:
+    """Of `manage_activations` for each "m" and `CheckpointOffload` for each "c"."""
+    made: list[Any] = [manage_activations(None, CONFIG) if kind == "m" else CheckpointOffload(CONFIG) for kind in kinds]
+    for order in permutations(made):
+        for context in made:
+            context.__enter__()
+        for context in order:
+            checkpointed()
+            context.__exit__(None, None, None)
+        with pytest.raises(OffloadError, match="has no engine"):
+            checkpointed()
+    for context in made:
+        context.close()
+
+
+def test_one_that_is_entered_twice_is_in_force_until_it_is_left_twice() -> None:
+    offload = CheckpointOffload(CONFIG)
+    with offload:
+        with offload:
+            checkpointed().backward()
+        checkpointed().backward()
+        assert offload.stats.num_groups == 1
+    with pytest.raises(OffloadError, match="has no engine"):
+        checkpointed()
     offload.close()

@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
 from offload_engine import (
     ChunkKey,
-    ChunkOffloadHandler,
     GroupTraits,
-    LowestPeak,
     OffloadConfig,
     OffloadEngine,
     Planned,
-    ResidentBudget,
 )
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.leaving import LeavingQueue
@@ -31,12 +27,9 @@ from offload_engine.planning.recompute import RecomputeOption, with_recomputatio
 from offload_engine.planning.saved_plan import parse_saved
 from offload_engine.planning.shapes import GroupShape
 from offload_engine.planning.simulate import PipelineJob
-from offload_engine.policies import PolicySettings
-from offload_engine.schedule import no_pipelining, one_forward_one_backward
 from tests.dense_jobs import ALL, ATTENTION, DEEP, MIB, ONE_RANK, dense_job
 
 UP, DOWN = Slot(0, 0, "up", 0), Slot(0, 0, "down", 0)
-GROUP_BYTES = 256
 
 
 def test_slots_count_the_groups_of_one_name_in_one_layer_and_each_has_a_choice() -> None:
@@ -89,115 +82,6 @@ def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
         RecomputeOption("mlp", frozenset(), 1, 1.0)
 
 
-class Bench:
-    """Chunks with a large and a small group in each of three layers."""
-
-    def __init__(self, policy: PolicySettings) -> None:
-        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none", policy=policy))
-        self.left: set[Slot] = set()
-        """Of the last step: groups that were copied out when the backward of their chunk began."""
-
-    def step(self, scale: int = 1, num_stages: int = 2) -> None:
-        actions = one_forward_one_backward(num_stages, 0, 4) if num_stages > 1 else no_pipelining(4)
-        chunks, saved = {}, {}
-        self.left = set()
-        with self.engine.iteration(actions):
-            for kind, key in actions:
-                if kind == "F":
-                    chunk = chunks[key] = self.engine.start_chunk(key)
-                    names = [(layer, name) for layer in range(3) for name in ("up", "down")]
-                    saved[key] = [self._save(chunk, layer, name, scale) for layer, name in names]
-                    chunk.end_forward()
-                else:
-                    self._backward(chunks.pop(key), saved.pop(key))
-
-    @staticmethod
-    def _save(chunk: ChunkOffloadHandler, layer: int, name: str, scale: int) -> tuple[Any, object, int]:
-        size, value = scale * GROUP_BYTES * (4 if name == "up" else 1), layer + 7 * (name == "up")
-        group = chunk.open_group(name, GroupTraits(layer=layer))
-        handle = chunk.tensor_push(torch.full((size,), value, dtype=torch.uint8))
-        chunk.close_group()
-        return group, handle, value
-
-    def _backward(self, chunk: ChunkOffloadHandler, saved: list[tuple[Any, object, int]]) -> None:
-        chunk.begin_backward()
-        for group in chunk.groups:
-            if group.on_host_bytes or group.leaving_bytes:
-                self.left.add(Slot(0, group.layer, group.name, group.part))
-        while saved:
-            group, handle, value = saved.pop()
-            chunk.on_group_commit_backward(group)
-            assert (chunk.tensor_pop(handle) == value).all()
-            del handle
-            chunk.on_group_start_backward()
-
-
-SLOTS = frozenset(Slot(0, layer, name, 0) for layer in range(3) for name in ("up", "down"))
-KEPT = frozenset({UP, Slot(0, 2, "down", 0)})
-each_policy = pytest.mark.parametrize("policy", [LowestPeak(), Planned(), ResidentBudget(7 * GROUP_BYTES)], ids=str)
-
-
-def allowance(kept: frozenset[Slot] = KEPT, resident_bytes: int = 1 << 30, room_bytes: int | None = None) -> Allowance:
-    sizes = {slot: GROUP_BYTES * (4 if slot.name == "up" else 1) for slot in kept}
-    return Allowance(Choices(kept), sizes, resident_bytes, room_bytes)
-
-
-def trained(policy: PolicySettings, num_stages: int = 2) -> Bench:
-    """Two steps have shown what the groups are."""
-    bench = Bench(policy)
-    for _ in range(2):
-        bench.step(num_stages=num_stages)
-    return bench
-
-
-@each_policy
-def test_what_is_kept_stays_under_every_policy(policy: PolicySettings) -> None:
-    bench = trained(policy)
-    assert bench.left & KEPT
-    bench.engine._keeping.allow(allowance())
-    for _ in range(2):
-        bench.step()
-        assert not bench.left & KEPT
-        assert bench.engine.stats.copied_out_bytes > 0 == bench.engine.stats.num_outgrown_groups
-    bench.engine._keeping.allow(allowance(SLOTS))
-    bench.step()
-    assert bench.engine.stats.copied_out_bytes == 0
-    bench.step(scale=2)  # what has grown leaves and is counted
-    assert bench.engine.stats.num_outgrown_groups == 4 * len(SLOTS) and bench.left
-    bench.engine._keeping.allow(allowance(SLOTS, resident_bytes=9 * GROUP_BYTES))
-    bench.step()  # no more stays than there is room for
-    assert bench.engine.stats.num_outgrown_groups > 0 and bench.left
-    bench.engine._keeping.allow(Allowance())
-    bench.step()
-    assert bench.left & KEPT
-
-
-def test_a_plan_moves_nothing_that_is_chosen_to_stay() -> None:
-    bench = trained(Planned())
-    bench.engine._keeping.allow(allowance())
-    bench.step()
-    assert bench.engine.plan is not None
-    moved = {group.index for _, (_, group) in bench.engine.plan.moves()}
-    assert moved == {1, 2, 3, 4}, "of six, without the first and the last, which are kept"
-
-
-def test_room_is_given_to_plans_only() -> None:
-    bench = trained(Planned(), num_stages=1)
-    bench.engine._keeping.allow(allowance(frozenset(), room_bytes=11 * GROUP_BYTES))
-    bench.step(num_stages=1)
-    assert bench.engine.stats.peak_resident_bytes <= 11 * GROUP_BYTES
-    assert 0 < bench.engine.stats.copied_out_bytes < 4 * 15 * GROUP_BYTES
-    with pytest.raises(ValueError, match=r"room_bytes=5 needs OffloadConfig\(policy=Planned\(\)\)"):
-        Bench(LowestPeak()).engine._keeping.allow(allowance(room_bytes=5))
-
-
-def test_room_bounds_a_step_without_a_plan_too() -> None:
-    bench = Bench(Planned())
-    bench.engine._keeping.allow(allowance(frozenset(), room_bytes=9 * GROUP_BYTES))
-    bench.step(num_stages=1)
-    assert bench.engine.plan is None and bench.engine.stats.peak_resident_bytes <= 9 * GROUP_BYTES
-
-
 @pytest.mark.parametrize(
     ("name", "is_kept", "more_bytes", "more_resident", "expected"),
     [
@@ -213,27 +97,28 @@ def test_what_is_chosen_stays_up_to_its_bytes_and_to_the_resident_bytes_and_else
 ) -> None:
     counters = ByteCounters(None)
     keeping = Keeping(Policy(counters, LeavingQueue()), counters)
-    keeping.allow(allowance(frozenset({UP}), resident_bytes=9 * GROUP_BYTES))
+    keeping.allow(Allowance(Choices(frozenset({UP})), {UP: 1024}, 2048))
     group = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits(is_kept, layer=0))
-    group.own_bytes, counters.resident_bytes = 4 * GROUP_BYTES + more_bytes, 9 * GROUP_BYTES + more_resident
+    group.own_bytes, counters.resident_bytes = 1024 + more_bytes, 2048 + more_resident
     group.stays = keeping.may_stay(group)
     assert (group.stays, keeping.outgrows(group)) == (expected == "stays", expected == "leaves")
     assert counters.stats.num_outgrown_groups == more_bytes + more_resident
 
 
 def test_a_kept_group_stays_where_that_its_backward_comes_at_once_is_taken_back() -> None:
-    engine = Bench(LowestPeak()).engine
-    engine._keeping.allow(allowance(frozenset({UP})))
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none", policy=Planned()))
+    engine._keeping.allow(Allowance(Choices(frozenset({UP})), {UP: 256}, 1 << 30))
     with engine.iteration():
         chunk = engine.start_chunk(ChunkKey(0, 0))
         handles = []
         for name in ("up", "down"):
             chunk.open_group(name, GroupTraits(keep=True, layer=0))
-            handles.append(chunk.tensor_push(torch.ones(GROUP_BYTES, dtype=torch.uint8)))
+            handles.append(chunk.tensor_push(torch.ones(256, dtype=torch.uint8)))
             chunk.close_group(keep=True)
         chunk.offload_kept_groups()
         assert [group.leaving_bytes + group.on_host_bytes > 0 for group in chunk.groups] == [False, True]
         del handles
+    engine.close()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 0}', '{"version": 1, "held_bytes": 1}', "nonsense"])

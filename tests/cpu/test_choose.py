@@ -7,6 +7,7 @@ It measures times and the link there, and predicts what follows.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -39,7 +40,8 @@ each_job = pytest.mark.parametrize("name", JOBS)
 COSTS = Costs()
 
 
-def job_of(rank: RankJob) -> Job:
+def job_named(name: str) -> Job:
+    rank = JOBS[name].ranks[0]
     return Job(rank.actions, rank.shapes, rank.bounds)
 
 
@@ -57,8 +59,15 @@ def held_bytes(model: MemoryModel, job: Job, choices: Choices) -> int:
 
 @cache
 def one_rank(more_bytes: int = GIB // 2) -> tuple[Job, MemoryModel]:
-    job = job_of(ONE_RANK.ranks[0])
+    job = job_named("one rank")
     return job, flat_model(job, more_bytes)
+
+
+def decider_of(job: Job, model: MemoryModel, budget: int, costs: Costs = COSTS) -> Decider:
+    decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    decider.known = Known(job, model, costs)
+    decider.decide(job.actions)
+    return decider
 
 
 @cache
@@ -70,7 +79,7 @@ def ends(name: str) -> tuple[Prediction, Prediction]:
 
 @cache
 def chosen_for(name: str, budget_bytes: int) -> Chosen:
-    job = job_of(JOBS[name].ranks[0])
+    job = job_named(name)
     return choose(job, flat_model(job), budget_bytes, COSTS)
 
 
@@ -102,7 +111,7 @@ def test_a_budget_below_the_floor_says_by_how_much() -> None:
     floor, _ = ends("all names")
     with pytest.raises(BudgetError, match=r"is 4.00 GiB, 4.06 GiB less than the 8.06 GiB of a step .* 6.12 GiB"):
         chosen_for("all names", 4 * GIB)
-    job = job_of(JOBS["all names"].ranks[0])
+    job = job_named("all names")
     chosen = choose(job, flat_model(job), 4 * GIB, COSTS, must_fit=False)
     assert chosen.best is chosen.floor and chosen.floor == floor
 
@@ -117,43 +126,31 @@ def test_compute_is_slower_the_less_it_waits() -> None:
     again = retimed(plain, 1.2)
     assert [each.step_ms for each in again.curve] == pytest.approx([each.step_ms for each in slower.curve])
     assert again.best.step_ms == pytest.approx(slower.best.step_ms) and again.floor == plain.floor
-
-
-def test_a_step_that_takes_longer_than_predicted_corrects_all_predictions_but_the_floor() -> None:
-    (job, model), budget = one_rank(), budgets("one rank")[2]
-    decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
-    decider.known = Known(job, model, COSTS)
-    before = decider.chosen = decider._decisions[()] = choose(job, model, budget, COSTS)
-    for measured_ms in (1.1 * before.best.step_ms, before.best.step_ms):
-        decider.correct_time(measured_ms)
-        after = decider.chosen
-        assert after.best.decision == before.best.decision and after.floor == before.floor
-        assert after.best.step_ms == pytest.approx(measured_ms)
-    assert decider.chosen is decider._decisions[()]
+    # A step with other microbatches is predicted by the floor's time and the ratio of those that were measured.
+    floor_ms = plain.floor.step_ms / 2
+    shorter = choose(job, model, budget, dataclasses.replace(COSTS, floor_ms=floor_ms, busy_ratio=1.1))
+    assert shorter.best.num_moves < shorter.floor.num_moves
+    assert retimed(shorter, 1.2).best.step_ms == pytest.approx(shorter.floor.step_ms)
 
 
 @pytest.mark.parametrize("name", ["one rank", "all names", "five names"])
-def test_a_step_that_was_held_up_does_not_make_the_floor_the_shortest(name: str) -> None:
-    job = job_of(JOBS[name].ranks[0])
-    model, budget = flat_model(job), budgets(name)[2]
-    decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
-    decider.known = Known(job, model, COSTS)
-    before = decider.chosen = decider._decisions[()] = choose(job, model, budget, COSTS)
-    decider.correct_time(10 * before.best.step_ms)  # no clock does that
-    after = choose(job, model, budget, dataclasses.replace(COSTS, busy_ratio=decider.chosen.busy_ratio))
-    for found in (decider.chosen, after):
+def test_the_time_of_a_step_corrects_all_predictions_but_the_floor_which_stays_the_longest(name: str) -> None:
+    job, budget = job_named(name), budgets(name)[2]
+    model = flat_model(job)
+    decider = decider_of(job, model, budget)
+    before = present(decider.chosen)
+    for ratio in (1.1, 1.0):
+        decider.correct_time(ratio * before.best.step_ms)
+        after = present(decider.chosen)
+        assert after.best.decision == before.best.decision and after.floor == before.floor
+        assert after.best.step_ms == pytest.approx(min(ratio * before.best.step_ms, before.floor.step_ms))
+    assert decider.chosen in decider._decisions.values()
+    decider.correct_time(10 * before.best.step_ms)  # it was held up: no clock does that
+    again = choose(job, model, budget, dataclasses.replace(COSTS, busy_ratio=present(decider.chosen).busy_ratio))
+    for found in (present(decider.chosen), again):
         assert found.best.decision == before.best.decision and found.busy_ratio > 1
         assert before.best.step_ms < found.best.step_ms < found.floor.step_ms == before.floor.step_ms
         assert all(each.step_ms < found.floor.step_ms for each in found.curve if each.busy and each != found.floor)
-
-
-def test_what_was_measured_of_shorter_steps_does_not_make_the_floor_the_shortest() -> None:
-    """A step with other microbatches is predicted by the floor's time and the ratio of those that were measured."""
-    (job, model), budget = one_rank(), budgets("one rank")[2]
-    floor_ms = choose(job, model, budget, COSTS).floor.step_ms / 2
-    found = choose(job, model, budget, dataclasses.replace(COSTS, floor_ms=floor_ms, busy_ratio=1.1))
-    assert found.best.num_moves < found.floor.num_moves
-    assert retimed(found, 1.2).best.step_ms == pytest.approx(found.floor.step_ms)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=lambda share: f"{share:.0%} of the waits are real")
@@ -166,8 +163,7 @@ def test_the_measured_time_of_a_step_is_not_that_of_one_with_other_microbatches(
     measured_ms, expected_ms = (
         each.busy_ms + share * each.stalled_ms + (rest * each.busy_ms if share == 1.0 else 0.0) for each in floors
     )
-    decider = Decider(1 << 50, None, None, is_early_certain=True)  # type: ignore[arg-type]
-    decider.known = Known(job, model, Costs(floor_ms=measured_ms))
+    decider = decider_of(job, model, 1 << 50, Costs(floor_ms=measured_ms))
     for actions, floor_ms in ((job.actions, measured_ms), (shorter.actions, expected_ms)):
         decider.decide(actions)
         assert present(decider.chosen).floor.step_ms == pytest.approx(floor_ms)
@@ -178,14 +174,10 @@ def test_a_floor_that_was_held_up_is_found_out_by_the_step_that_verifies(number:
     """Also where both steps that are timed were held up; and no step is predicted to take less than it can."""
     (job, model), budget = one_rank(), budgets("one rank")[number]
     held_up_ms = 2 * Steps(job, Link()).outcome(Decision()).milliseconds
-    decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
-    decider.known = Known(job, model, Costs(floor_ms=held_up_ms))
-    decider.decide()
-    truth = {each.decision: each.step_ms for each in choose(job, model, budget, COSTS).curve}
-    measured_ms = choose(job, model, budget, COSTS).best.step_ms
-    decider.correct_time(measured_ms)
-    found = present(decider.chosen)
-    assert found.best.step_ms == pytest.approx(measured_ms) and found.busy_ratio == pytest.approx(1.0, abs=0.01)
+    decider, true = decider_of(job, model, budget, Costs(floor_ms=held_up_ms)), choose(job, model, budget, COSTS)
+    decider.correct_time(true.best.step_ms)
+    found, truth = present(decider.chosen), {each.decision: each.step_ms for each in true.curve}
+    assert found.best.step_ms == pytest.approx(true.best.step_ms) and found.busy_ratio == pytest.approx(1.0, abs=0.01)
     for each in (*found.curve, found.floor):
         assert each.step_ms == pytest.approx(truth.get(each.decision, each.step_ms), rel=0.01)
 
@@ -193,7 +185,7 @@ def test_a_floor_that_was_held_up_is_found_out_by_the_step_that_verifies(number:
 @each_job
 def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
     """What is known of all decisions is not found anew for each: the plans, bytes and times are the same."""
-    job, link = job_of(JOBS[name].ranks[0]), Link()
+    job, link = job_named(name), Link()
     recomputable = options(job, "core_attn", 2.0)
     steps = Steps(job, link, recomputable)
     slots = slots_of(0, job.shapes[0].groups)
@@ -233,22 +225,20 @@ def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> 
     assert not fitting.best.recomputed_bytes
 
 
-def layer_options(job: Job, milliseconds: float = 1.0, *, comes_back: bool = True) -> tuple[RecomputeOption, ...]:
+def layer_options(job: Job, milliseconds: float = 1.0) -> tuple[RecomputeOption, ...]:
     """Each layer, of which an input of 64 MiB is saved still."""
-    slots = [(s, g) for s, g in zip(slots_of(0, job.shapes[0].groups), job.shapes[0].groups, strict=True)]
-    layers = sorted({slot.layer for slot, _ in slots})
-    found = []
-    for layer in layers:
-        of_layer = [(slot, group.nbytes) for slot, group in slots if slot.layer == layer]
-        freed = sum(nbytes for _, nbytes in of_layer) - 64 * MIB
-        found.append(RecomputeOption("layer", frozenset(s for s, _ in of_layer), freed, milliseconds, comes_back))
-    return tuple(found)
+    found: defaultdict[int, dict[Slot, int]] = defaultdict(dict)
+    for slot, group in zip(slots_of(0, job.shapes[0].groups), job.shapes[0].groups, strict=True):
+        found[slot.layer][slot] = group.nbytes
+    return tuple(
+        RecomputeOption("layer", frozenset(sizes), sum(sizes.values()) - 64 * MIB, milliseconds, False)
+        for sizes in found.values()
+    )
 
 
 def test_a_budget_below_the_floor_of_offload_is_reached_by_recomputing() -> None:
     job, model = one_rank(more_bytes=0)
-    plain = choose(job, model, 1 << 50, COSTS)
-    costs = Costs(options=layer_options(job, comes_back=False))
+    plain, costs = choose(job, model, 1 << 50, COSTS), Costs(options=layer_options(job))
     budget = plain.floor.held_bytes - 256 * MIB
     with pytest.raises(BudgetError):
         choose(job, model, budget, COSTS)
@@ -276,7 +266,7 @@ def test_what_is_recomputed_is_spread_over_the_layers_and_cheap_names_come_first
 
 
 def test_the_measured_step_is_predicted_exactly() -> None:
-    job = job_of(JOBS["all names"].ranks[0])
+    job = job_named("all names")
     residents = job.residents(Choices()).before
     measured = tuple(MeasuredBoundary(b, n + 7 * i, n - 3 * (n > 3)) for i, (b, n) in enumerate(residents.items()))
     for is_certain in (True, False):
@@ -413,21 +403,3 @@ def test_one_slow_step_of_those_that_are_timed_changes_no_prediction(slow: int) 
         rank.engine.close()
     for plain, slowed in zip(*(chosen.curve for chosen in predicted), strict=True):
         assert slowed.step_ms == pytest.approx(plain.step_ms)
-
-
-def test_times_of_groups_are_those_of_the_job() -> None:
-    [job] = ONE_RANK.ranks
-    rank = BudgetRank(job, 1 << 40)
-    while rank.controller.decider.chosen is None:
-        rank.step()
-    measured = present(rank.controller.decider.known).job
-    [expected], [found] = job.shapes, measured.shapes
-    for group, known in zip(found.groups, expected.groups, strict=True):
-        assert group.forward_ms == pytest.approx(known.lead_ms + known.forward_ms)
-        assert group.nbytes == known.nbytes // SCALE
-    assert found.head_ms == pytest.approx(expected.head_ms)
-    assert found.head_backward_ms == pytest.approx(expected.head_backward_ms)
-    backward = sum(g.backward_ms + g.lead_backward_ms for g in found.groups) + found.rest_backward_ms
-    known_backward = sum(g.backward_ms + g.lead_backward_ms for g in expected.groups) + expected.rest_backward_ms
-    assert backward == pytest.approx(known_backward)
-    rank.engine.close()

@@ -23,10 +23,8 @@ from unittest import mock
 import pytest
 import torch
 
-from offload_engine import OffloadEngine, group_commit, group_start
 from offload_engine._devices import CopyError, CpuDevice, HostRegion, check_directory, file_slab, make_device
 from offload_engine.config import OffloadConfig
-from tests.lookups import present
 
 MIB = 1 << 20
 
@@ -52,44 +50,53 @@ def file_device(tmp_path: Path) -> Iterator[CpuDevice]:
 
 
 class GatedSlab:
-    """A slab that writes down which copies ran; they block until the test lets them through."""
+    """A slab that writes down which copies ran; they block until the test lets them through, and may fail."""
 
     nbytes = MIB
 
-    def __init__(self, is_open: bool = False) -> None:
+    def __init__(self, is_open: bool = True, num_failures: int = 0) -> None:
         self.gate = threading.Event()
         self.ran: list[int] = []
+        self.num_failures = num_failures
         if is_open:
             self.gate.set()
 
     def write(self, address: int, offset: int, nbytes: int) -> None:
         assert self.gate.wait(30)
+        self.num_failures -= 1
+        if self.num_failures >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
         self.ran.append(offset)
 
     read = write
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
+
+    def out(self, device: CpuDevice, stream: Any, *offsets: int, source: torch.Tensor | None = None) -> Any:
+        """Issue copies of a byte each to these places; return their event."""
+        tensor = torch.zeros(1, dtype=torch.uint8) if source is None else source
+        return device.copy_out(stream, [(tensor, HostRegion(self, offset, tensor.nbytes)) for offset in offsets])
+
+    def back(self, device: CpuDevice, stream: Any, offset: int) -> Any:
+        return device.copy_in(stream, [(HostRegion(self, offset, 1), torch.zeros(1, dtype=torch.uint8))])
 
 
-def garbage(nbytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+def offload_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offload-")]
 
 
-def byte(slab: GatedSlab, offset: int) -> tuple[torch.Tensor, HostRegion]:
-    """A copy of one byte."""
-    return garbage(1), HostRegion(slab, offset, 1)
-
-
-def finish(device: CpuDevice, stream: object) -> None:
+def finish(device: CpuDevice, stream: Any) -> None:
     device.synchronize(device.record_event(stream))
 
 
-def check_round_trip(device: CpuDevice, stream: object, region: HostRegion) -> None:
-    source, target = garbage(region.nbytes), torch.zeros(region.nbytes, dtype=torch.uint8)
+def check_round_trip(device: CpuDevice, nbytes: int, offset: int = 0, is_closed: bool = False) -> None:
+    source, stream = torch.randint(256, (nbytes,), dtype=torch.uint8), device.new_stream("copy")
+    region, target = HostRegion(device.new_slab(2 * MIB), offset, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
     device.copy_out(stream, [(source, region)])
-    device.copy_in(stream, [(region, target)])
-    finish(device, stream)
+    event = device.copy_in(stream, [(region, target)])
+    if is_closed:
+        device.close()
+    device.synchronize(event)
     assert torch.equal(source, target)
 
 
@@ -98,23 +105,21 @@ def check_round_trip(device: CpuDevice, stream: object, region: HostRegion) -> N
 
 @pytest.mark.parametrize(("nbytes", "offset_units"), [(1, 0), (4097, 3), (MIB + 3, 3)])
 def test_bytes_come_back_equal(device: CpuDevice, nbytes: int, offset_units: int) -> None:
-    region = HostRegion(device.new_slab(2 * MIB), offset_units * device.host_alignment, nbytes)
-    check_round_trip(device, device.new_stream("copy"), region)
+    check_round_trip(device, nbytes, offset_units * device.host_alignment)
 
 
 def test_short_counts_are_continued(file_device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1000], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:999]], offset))
-    check_round_trip(file_device, file_device.new_stream("copy"), HostRegion(file_device.new_slab(MIB), 0, 10_001))
+    check_round_trip(file_device, 10_001)
 
 
 def test_copies_run_in_order_while_the_caller_goes_on_until_it_waits(device: CpuDevice) -> None:
-    compute, stream, slab = device.current_stream(), device.new_stream("copy"), GatedSlab()
+    compute, stream, slab = device.current_stream(), device.new_stream("copy"), GatedSlab(is_open=False)
     assert device.is_complete(device.record_event(compute))
     for offset in range(20):
-        device.copy_out(stream, [byte(slab, offset)])
-    event = device.record_event(stream)
+        event = slab.out(device, stream, offset)
     assert not device.is_complete(event)  # the caller is here although no copy has run
     threading.Timer(0.05, slab.gate.set).start()
     device.wait_event(compute, event)  # compute is the caller, so that this blocks
@@ -122,15 +127,12 @@ def test_copies_run_in_order_while_the_caller_goes_on_until_it_waits(device: Cpu
 
 
 def test_streams_do_not_wait_for_each_other_unless_told(device: CpuDevice) -> None:
-    late, early, slow, fast = device.new_stream("late"), device.new_stream("early"), GatedSlab(), GatedSlab(True)
-    device.copy_out(late, [byte(slow, 0)])
-    late_event = device.record_event(late)
-    device.copy_in(early, [byte(fast, 0)[::-1]])
-    finish(device, early)
+    late, early, slow, fast = device.new_stream("late"), device.new_stream("early"), GatedSlab(False), GatedSlab()
+    late_event = slow.out(device, late, 0)
+    device.synchronize(fast.back(device, early, 0))
     assert fast.ran == [0]
     device.wait_event(early, late_event)
-    device.copy_in(early, [byte(fast, 1)[::-1]])
-    event = device.record_event(early)
+    event = fast.back(device, early, 1)
     assert not device.is_complete(event)
     slow.gate.set()
     device.synchronize(event)
@@ -148,12 +150,12 @@ def test_a_tensor_stands_for_its_storage(device: CpuDevice) -> None:
 
 
 def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), GatedSlab(True)
-    good = garbage(8), HostRegion(slab, 0, 8)
+    stream, slab, eight = device.new_stream("copy"), GatedSlab(), torch.zeros(8, dtype=torch.uint8)
+    good = eight, HostRegion(slab, 0, 8)
     for bad, message in (
-        ((garbage(8), HostRegion(slab, 8, 9)), "a storage of that size"),
-        ((garbage(9)[:8], HostRegion(slab, 8, 8)), "a storage of that size"),
-        ((garbage(8), HostRegion(device.new_slab(4096), 4090, 8)), "not inside"),
+        ((eight, HostRegion(slab, 8, 9)), "a storage of that size"),
+        ((torch.zeros(9, dtype=torch.uint8)[:8], HostRegion(slab, 8, 8)), "a storage of that size"),
+        ((eight, HostRegion(device.new_slab(4096), 4090, 8)), "not inside"),
     ):
         with pytest.raises(ValueError, match=message):
             device.copy_out(stream, [good, bad])
@@ -163,63 +165,28 @@ def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
     assert slab.ran == []
 
 
-# -- threads that do not start ----------------------------------------------------------------------------------------
-
-
-def break_starts(monkeypatch: pytest.MonkeyPatch, how: str, times: int = 1) -> list[int]:
-    """Have the next starts of the device's threads go wrong, as many as the list that is returned has elements."""
-    left, start = list(range(times)), threading.Thread.start
-
-    def start_or_fail(thread: threading.Thread) -> None:
-        if not left or not thread.name.startswith("offload-"):
-            return start(thread)
-        left.pop()
-        if how == "interrupted behind it":
-            start(thread)
-        raise RuntimeError("can't start new thread") if how == "no room" else KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-    return left
-
-
 @pytest.mark.timeout(60)  # a copy without a worker would never complete
 @pytest.mark.parametrize("how", ["no room", "interrupted before it", "interrupted behind it"])
 def test_a_start_that_goes_wrong_fails_one_copy_and_leaves_one_thread(
     how: str, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_starts(monkeypatch, how)
-    stream, slab = device.new_stream("copy"), GatedSlab(True)
+    failures, start = [how], threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if not failures or not thread.name.startswith("offload-"):
+            return start(thread)
+        if failures.pop() == "interrupted behind it":
+            start(thread)
+        raise RuntimeError("can't start new thread") if how == "no room" else KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    stream, slab = device.new_stream("copy"), GatedSlab()
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        device.copy_out(stream, [byte(slab, 0)])
+        slab.out(device, stream, 0)
     if how == "no room":
         finish(device, stream)
-    device.copy_out(stream, [byte(slab, 1)])
-    finish(device, stream)
+    device.synchronize(slab.out(device, stream, 1))
     assert slab.ran == [1] and offload_threads() == ["offload-copy"]
-
-
-@pytest.mark.timeout(60)
-def test_a_step_without_a_thread_is_an_error_and_a_reset_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = break_starts(monkeypatch, "no room", times=100)
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, directory="none"))
-
-    def step() -> None:
-        x = torch.randn(64, 64, requires_grad=True)
-        with engine.iteration():
-            chunk = engine.start_chunk()
-            y = group_start(x, chunk, "g")
-            with chunk.saved_tensors_hooks():
-                y = y.sin()
-            group_commit(y, chunk).sum().backward()
-        assert torch.equal(present(x.grad), x.detach().cos())
-
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        step()
-    engine.reset_iteration()
-    failures.clear()
-    step()
-    assert engine.stats.copied_out_bytes > 0
-    engine.close()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -242,15 +209,8 @@ def test_the_process_gets_smaller_with_a_file_and_not_with_memory(device: CpuDev
     finish(device, stream)
     sources.clear()
     del source
-    shrunk = before - resident_bytes()
-    if device.directory is None:
-        assert abs(shrunk) < 0.1 * num * nbytes
-    else:
-        assert shrunk > 0.9 * num * nbytes
-    back = torch.empty(nbytes, dtype=torch.uint8)
-    device.copy_in(stream, [(HostRegion(slab, 5 * nbytes, nbytes), back)])
-    finish(device, stream)
-    assert bool((back == 5).all())
+    shrunk = (before - resident_bytes()) / (num * nbytes)
+    assert abs(shrunk) < 0.1 if device.directory is None else shrunk > 0.9
 
 
 def new_file_slab(device: CpuDevice, nbytes: int) -> file_slab.FileSlab:
@@ -268,120 +228,100 @@ def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room_is_a_memory_error_and_a_slab_is_a_multiple_of_the_alignment(device: CpuDevice) -> None:
+def test_a_slab_needs_room_and_a_multiple_of_the_alignment(device: CpuDevice) -> None:
     with pytest.raises(MemoryError, match="no room"):
         device.new_slab(1 << 50)
     with pytest.raises(ValueError, match="multiple"):
         device.new_slab(device.host_alignment + 1)
+    if device.directory is not None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+        try:
+            with pytest.raises(MemoryError, match="gives no file"):
+                device.new_slab(2 * MIB)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_no_room_for_the_reservation_is_a_memory_error(file_device: CpuDevice) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
-        with pytest.raises(MemoryError, match="gives no file"):
-            file_device.new_slab(2 * MIB)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_a_directory_that_is_none_or_too_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match="does not exist: create it"):
+        CpuDevice(tmp_path / "missing")
+    with pytest.raises(NotADirectoryError, match="is not a directory"):
+        CpuDevice(tmp_path / "file")
+    for code in (errno.EACCES, errno.EROFS):
+        with mock.patch.object(os, "open", side_effect=OSError(code, os.strerror(code))):
+            with pytest.raises(PermissionError, match="is not writable .*permissions"):
+                CpuDevice(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_directory(str(tmp_path), MIB)
+    with pytest.raises(ValueError, match="too full.*lower host_limit_bytes"):
+        make_device(OffloadConfig(directory=str(tmp_path), host_limit_bytes=1 << 60))
+    monkeypatch.setattr(file_slab, "free_bytes", lambda path: MIB - 1)
+    with pytest.raises(ValueError, match="too full: 1,048,575 bytes free, 1,048,576 needed"):
+        CpuDevice(tmp_path)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def first_write_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a full disk."""
-    pwrite, failures = os.pwrite, iter([OSError(errno.ENOSPC, "No space left on device")])
-
-    def write_or_fail(*args: Any) -> int:
-        for failure in failures:
-            raise failure
-        return pwrite(*args)
-
-    monkeypatch.setattr(os, "pwrite", write_or_fail)
-
-
-def test_a_full_disk_is_a_copy_error_that_keeps_no_tensor(file_device: CpuDevice, first_write_fails: None) -> None:
-    stream, region = file_device.new_stream("out"), HostRegion(file_device.new_slab(4096), 0, 100)
-    events = []
-    for _ in range(2):
-        source = garbage(100)
+def test_a_full_disk_is_a_copy_error_that_keeps_no_tensor(device: CpuDevice) -> None:
+    stream, slab, events = device.new_stream("out"), GatedSlab(num_failures=1), []
+    for offset in (0, 1):
+        source = torch.zeros(100, dtype=torch.uint8)
         gone = weakref.ref(source)
-        events.append(file_device.copy_out(stream, [(source, region)]))
+        events.append(slab.out(device, stream, offset, offset + 2, source=source))
         del source
         events[-1].wait()  # completes, without raising
         assert gone() is None
     failed, fine = events
-    for wait in (file_device.synchronize, lambda e: file_device.wait_event(file_device.current_stream(), e)):
-        with pytest.raises(CopyError, match="copy-out of 100 bytes to FileSlab.*No space left") as caught:
+    for wait in (device.synchronize, lambda event: device.wait_event(device.current_stream(), event)):
+        with pytest.raises(CopyError, match="copy-out of 100 bytes to .*GatedSlab.*No space left") as caught:
             wait(failed)
         assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.ENOSPC
         wait(fine)  # the error does not reach the next step
-    assert not file_device.is_complete(failed) and file_device.is_complete(fine)
+    assert not device.is_complete(failed) and device.is_complete(fine)
+    assert slab.ran == [1, 3], "what came in one call behind the failed copy is skipped"
 
 
-def test_a_truncated_file_is_a_copy_error(file_device: CpuDevice) -> None:
-    stream, slab = file_device.new_stream("in"), new_file_slab(file_device, MIB)
+def test_what_a_file_has_lost_is_a_copy_error_and_no_other_file_is_hit(file_device: CpuDevice, tmp_path: Path) -> None:
+    stream, slab, tensor = file_device.new_stream("in"), new_file_slab(file_device, MIB), torch.zeros(50)
     os.ftruncate(slab._fd, 100)
-    event = file_device.copy_in(stream, [(HostRegion(slab, 0, 200), garbage(200))])
+    event = file_device.copy_in(stream, [(HostRegion(slab, 0, 200), tensor)])
     with pytest.raises(CopyError, match="100 bytes early"):
         file_device.synchronize(event)
-
-
-def test_copies_of_one_call_after_a_failed_one_are_skipped(file_device: CpuDevice, first_write_fails: None) -> None:
-    stream, slab = file_device.new_stream("out"), GatedSlab(True)
-    broken = HostRegion(file_device.new_slab(4096), 0, 100)
-    failed = file_device.copy_out(stream, [(garbage(100), broken), byte(slab, 1)])
-    file_device.copy_out(stream, [byte(slab, 2)])
-    finish(file_device, stream)
-    assert slab.ran == [2] and not file_device.is_complete(failed)
-
-
-def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_fails: None) -> None:
-    out, back, gate, seen = file_device.new_stream("out"), file_device.new_stream("in"), GatedSlab(), GatedSlab(True)
-    file_device.copy_out(out, [byte(gate, 0)])  # the failure is not known yet when `back` waits
-    event = file_device.copy_out(out, [(garbage(100), HostRegion(file_device.new_slab(4096), 0, 100))])
-    file_device.wait_event(back, event)
-    dependent = file_device.copy_in(back, [byte(seen, 0)[::-1]])
-    gate.gate.set()
-    with pytest.raises(CopyError, match="No space left"):
-        file_device.synchronize(dependent)
-    assert seen.ran == []
-    with pytest.raises(CopyError):  # known by now: told at once
-        file_device.wait_event(back, event)
-    file_device.copy_in(back, [byte(seen, 1)[::-1]])
-    finish(file_device, back)
-    assert seen.ran == [1]
-
-
-def test_a_copy_with_a_closed_slab_fails_and_hits_no_other_file(file_device: CpuDevice, tmp_path: Path) -> None:
-    stream, slab = file_device.new_stream("out"), file_device.new_slab(4096)
     slab.close()
     bystander = tmp_path / "bystander"
     with bystander.open("wb"):  # takes over the number of the closed file
-        event = file_device.copy_out(stream, [(garbage(100), HostRegion(slab, 0, 100))])
+        event = file_device.copy_out(stream, [(tensor, HostRegion(slab, 0, 200))])
         with pytest.raises(CopyError):
             file_device.synchronize(event)
     assert bystander.read_bytes() == b""
 
 
+def test_waiting_for_failed_work_fails_too(device: CpuDevice) -> None:
+    out, back, seen = device.new_stream("out"), device.new_stream("in"), GatedSlab()
+    failing = GatedSlab(is_open=False, num_failures=1)  # the failure is not known yet when `back` waits
+    event = failing.out(device, out, 0)
+    device.wait_event(back, event)
+    dependent = seen.back(device, back, 0)
+    failing.gate.set()
+    with pytest.raises(CopyError, match="No space left"):
+        device.synchronize(dependent)
+    with pytest.raises(CopyError):  # known by now: told at once
+        device.wait_event(back, event)
+    device.synchronize(seen.back(device, back, 1))
+    assert seen.ran == [1]
+
+
 # -- life of the device -----------------------------------------------------------------------------------------------
 
 
-def offload_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offload-")]
-
-
 def test_close_finishes_the_copies_and_is_idempotent(device: CpuDevice) -> None:
-    stream, region = device.new_stream("copy"), HostRegion(device.new_slab(MIB), 0, MIB)
-    source, target = garbage(MIB), torch.zeros(MIB, dtype=torch.uint8)
-    device.copy_out(stream, [(source, region)])
-    device.copy_in(stream, [(region, target)])
-    event = device.record_event(stream)
+    stream = device.new_stream("copy")
+    check_round_trip(device, MIB, is_closed=True)
     device.close()
-    device.close()
-    assert torch.equal(source, target) and offload_threads() == []
-    device.synchronize(event)
+    assert offload_threads() == []
     for call in (lambda: device.record_event(stream), lambda: device.new_slab(4096)):
         with pytest.raises(RuntimeError, match="closed"):
             call()
@@ -391,20 +331,20 @@ def test_a_device_that_is_collected_in_its_own_thread_stops_all_of_them(tmp_path
     device = CpuDevice(tmp_path)
     slab = new_file_slab(device, 4096)
     streams = [device.new_stream("first"), device.new_stream("second")]
-    gate, collected = threading.Event(), threading.Event()
+    collected = threading.Event()
 
     class CollectingSlab(GatedSlab):
         def write(self, address: int, offset: int, nbytes: int) -> None:
-            assert gate.wait(30)
+            assert self.gate.wait(30)
             gc.collect()
             collected.set()
 
-    device.copy_out(streams[0], [byte(CollectingSlab(), 0)])
-    device.wait_event(streams[1], device.record_event(streams[0]))  # the second thread ends behind the first
+    collecting = CollectingSlab(is_open=False)
+    device.wait_event(streams[1], collecting.out(device, streams[0], 0))  # the second thread ends behind the first
     cycle: list[object] = [device]
     cycle.append(cycle)
     del device, streams, cycle
-    gate.set()
+    collecting.gate.set()
     assert collected.wait(10)
     end = time.monotonic() + 10
     while offload_threads() or slab._fd != -1:
@@ -427,29 +367,11 @@ def in_forked_child(body: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def use(device: CpuDevice, stream: object) -> None:
-    check_round_trip(device, stream, HostRegion(device.new_slab(4096), 0, 100))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_an_unused_device_works_on_both_sides_of_a_fork(device: CpuDevice) -> None:
-    stream = device.new_stream("copy")
+def test_an_unused_device_works_on_both_sides_of_a_fork_and_a_used_one_refuses_in_the_child(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), GatedSlab(is_open=False)
 
-    def child() -> None:
-        use(device, stream)
-        device.close()
-
-    assert in_forked_child(child) == 0
-    use(device, stream)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_used_device_refuses_to_work_in_a_forked_child(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), GatedSlab()
-    device.copy_out(stream, [byte(slab, 0)])
-    pending = device.record_event(stream)
-
-    def child() -> None:
+    def refused() -> None:
         for call in (
             lambda: device.record_event(stream),
             lambda: device.synchronize(pending),
@@ -459,10 +381,13 @@ def test_a_used_device_refuses_to_work_in_a_forked_child(device: CpuDevice) -> N
                 call()
         device.close()  # joins no thread: there is none
 
-    assert in_forked_child(child) == 0
+    assert in_forked_child(lambda: check_round_trip(device, 100, is_closed=True)) == 0
+    check_round_trip(device, 100)
+    pending = slab.out(device, stream, 0)
+    assert in_forked_child(refused) == 0
     slab.gate.set()
     device.synchronize(pending)
-    use(device, stream)
+    check_round_trip(device, 100)
 
 
 def test_the_interpreter_exits_with_copies_under_way(tmp_path: Path) -> None:
@@ -478,28 +403,3 @@ def test_the_interpreter_exits_with_copies_under_way(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# -- the directory ----------------------------------------------------------------------------------------------------
-
-
-def test_a_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(FileNotFoundError, match="does not exist: create it"):
-        CpuDevice(tmp_path / "missing")
-    with pytest.raises(NotADirectoryError, match="is not a directory"):
-        CpuDevice(tmp_path / "file")
-    for code in (errno.EACCES, errno.EROFS):
-        monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(code, os.strerror(code))))
-        with pytest.raises(PermissionError, match="is not writable .*permissions"):
-            CpuDevice(tmp_path)
-
-
-def test_a_directory_that_is_too_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_directory(str(tmp_path), MIB)
-    with pytest.raises(ValueError, match="too full.*lower host_limit_bytes"):
-        make_device(OffloadConfig(directory=str(tmp_path), host_limit_bytes=1 << 60))
-    monkeypatch.setattr(file_slab, "free_bytes", lambda path: MIB - 1)
-    with pytest.raises(ValueError, match="too full: 1,048,575 bytes free, 1,048,576 needed"):
-        CpuDevice(tmp_path)

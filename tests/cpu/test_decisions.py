@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of small parts alone: in a whole step another part makes up for a wrong one, at the cost of time."""
+"""Three horizons: how many bytes, how many groups on the device, how many ahead; and small decisions of policies."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from offload_engine import ChunkKey
+from offload_engine import (
+    ChunkKey,
+    FixedBounds,
+    GroupWindow,
+    OffloadConfig,
+    OffloadEngine,
+    PrefetchWindow,
+    ResidencyMeter,
+    ResidentBudget,
+    ResidentLayers,
+)
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
 from offload_engine._policy.leaving import LeavingQueue
@@ -21,12 +31,182 @@ from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
-from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.schedule import Action
-from tests.cpu.test_horizon import group
-from tests.cpu.test_host_pool import make_pool
-from tests.lookups import present
+from tests.adversarial import AdversarialDevice
+
+DEPTH, NUMEL = 8, 64
+GROUP_BYTES = 4 * NUMEL
+
+
+def group(index: int, **nbytes: int) -> TensorGroup:
+    made = TensorGroup(ChunkKey(0, 0), index, "group")
+    for name, value in nbytes.items():
+        setattr(made, name, value)
+    return made
+
+
+class Chain:
+    """A chain of functions, one group each, whose backward is run group by group from outside."""
+
+    def __init__(self, *numels: int, **settings: int) -> None:
+        """Save one tensor per group, and keep no other reference to it."""
+        self.device = AdversarialDevice()
+        config = OffloadConfig.from_flags(min_tensor_bytes=0, **settings)
+        self.engine = OffloadEngine(config, self.device, ResidencyMeter())
+        self.engine.begin_iteration()
+        self.chunk = self.engine.start_chunk()
+        self.saved: list[object] = []
+        for i, numel in enumerate(numels or [NUMEL] * DEPTH):
+            group = self.chunk.open_group("link")
+            self.saved.append(self.chunk.tensor_push(torch.full((numel,), float(i))))
+            assert group is self.chunk.close_group()
+
+    def begin_backward(self, index: int) -> int:
+        """Begin the backward of group `index`; return the copy-ins issued so far."""
+        self.chunk.on_group_commit_backward(self.chunk.groups[index])
+        assert self.chunk.tensor_pop(self.saved[index])[0] == index
+        return self.device.num_copies["in"]
+
+    def end_backward(self, index: int) -> None:
+        """End the backward, and free its graph."""
+        self.saved[index] = None
+        self.chunk.on_group_start_backward()
+
+    @property
+    def resident_groups(self) -> int:
+        """List the groups with bytes on the device."""
+        assert self.engine.meter is not None
+        return self.engine.meter.current_bytes // GROUP_BYTES
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_groups_on_the_device(limit: int) -> None:
+    chain = Chain(horizon_groups=limit)
+    # Bytes bound the copies in flight too, at twice the largest group: more than one copy at a time would not help.
+    assert chain.engine.stats.peak_resident_bytes == min(limit, 3) * GROUP_BYTES
+    for index in reversed(range(DEPTH)):
+        chain.begin_backward(index)
+        assert chain.resident_groups == min(limit, index + 1)
+        chain.end_backward(index)
+    assert chain.engine.end_iteration().peak_resident_bytes == limit * GROUP_BYTES
+    assert not chain.device.hazards
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4])
+def test_how_early_to_load(distance: int) -> None:
+    """While a group's backward runs, so many after it are issued; what stays behind it does not count."""
+    chain = Chain(prefetch_groups=distance, max_inflight_bytes=0)
+    for index in reversed(range(DEPTH)):
+        assert chain.begin_backward(index) == min(DEPTH, DEPTH - index + distance)  # no graph is freed
+
+
+def test_groups_that_the_backward_passed_by_do_not_come_at_once() -> None:
+    for settings, expected in (({"horizon_groups": 3}, 3), ({"horizon_bytes": 0}, DEPTH)):
+        chain = Chain(max_inflight_bytes=0, **settings)
+        chain.begin_backward(0)
+        assert chain.resident_groups == chain.engine.stats.prefetch_misses == expected
+
+
+def test_groups_of_a_retained_graph_do_not_stop_the_prefetch() -> None:
+    chain = Chain(horizon_groups=2)
+    for index in reversed(range(DEPTH)):
+        chain.begin_backward(index)  # no graph is freed
+    assert chain.engine.stats.prefetch_misses == 0
+
+
+def test_horizons_differ_where_groups_do() -> None:
+    """The same three small groups after a large one: bytes let two more come, groups one."""
+
+    def issued(**settings: int) -> int:
+        return Chain(NUMEL, NUMEL, NUMEL, 4 * NUMEL, max_inflight_bytes=0, **settings).begin_backward(3)
+
+    assert issued() == 4 and issued(horizon_bytes=2 * GROUP_BYTES) == 3
+    assert issued(horizon_groups=2) == 2 and issued(prefetch_groups=1) == 2
+    assert issued(horizon_groups=1) == 1
+
+
+# -- what is counted as ahead -----------------------------------------------------------------------------------------
+
+
+def test_recalled_bytes_are_ahead_until_their_backward() -> None:
+    horizon, waiting = HorizonBytes(ByteCounters(None), 100), group(1, leaving_bytes=60)
+    for count in (horizon.count_reached, lambda _: horizon.count_passed()):  # or another backward came instead
+        recalled = group(0, recalled_bytes=60)
+        horizon.count_issued(recalled)
+        assert not horizon.has_room(waiting, False)
+        count(recalled)
+        assert horizon.has_room(waiting, False)
+
+
+def test_groups_passed_by_count_again_once_their_backward_comes() -> None:
+    counters = ByteCounters(None)
+    horizon = HorizonBytes(counters, 8)
+    passed, other = group(0, arriving_bytes=8), group(1, arriving_bytes=8)
+    for one in (passed, other):
+        one.storages = {object(): None}  # type: ignore[dict-item]
+        horizon.count_issued(one)
+    horizon.count_passed()
+    counters.prefetched_bytes = 16
+    waiting = group(2, on_host_bytes=8)
+    assert horizon.has_room(waiting, False)
+    horizon.count_reached(passed)
+    assert not horizon.has_room(waiting, False)  # 8 are ahead: those of `other` are still left out
+    counters.prefetched_bytes = 8
+    assert horizon.has_room(waiting, False)
+    other.storages = {}
+    horizon.count_reached(passed)
+    assert not horizon.has_room(waiting, False)
+
+
+def test_groups_ahead_count_while_they_have_device_bytes_and_until_their_backward_or_the_end_of_the_iteration() -> None:
+    horizon = HorizonGroups(1)
+    ahead = group(0, own_device_bytes=8)
+    for forget in (horizon.clear, horizon.count_passed):
+        horizon.count_issued(ahead)
+        assert not horizon.has_room(group(1), False)
+        forget()
+        assert horizon.has_room(group(1), False)
+    horizon.count_issued(ahead)
+    ahead.own_device_bytes = 0
+    assert horizon.has_room(group(1), False)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [GroupWindow, PrefetchWindow, ResidentLayers])
+def test_a_count_is_a_positive_integer(make: Callable[[Any], Any]) -> None:
+    for value, error in ((0, ValueError), (-3, ValueError), (1.0, TypeError), ("2", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"num_\w+ must be a positive number of \w+"):
+            make(value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ResidentBudget,
+        *(lambda size, name=name: FixedBounds(**{name: size}) for name in ("horizon_bytes", "max_inflight_bytes")),
+        *(lambda size, kind=kind: kind(2, max_inflight_bytes=size) for kind in (GroupWindow, PrefetchWindow)),
+    ],
+)
+def test_a_bound_in_bytes_is_checked(make: Callable[[Any], Any]) -> None:
+    make(0)
+    with pytest.raises(ValueError, match=r"_bytes must not be negative, got -1"):
+        make(-1)
+    with pytest.raises(TypeError, match=r"_bytes must be an integer number of bytes, got 1\.5"):
+        make(1.5)
+
+
+def test_a_policy_is_one_of_the_classes_and_fixed_bounds_have_a_bound() -> None:
+    for policy in ("lowest peak", GroupWindow, 3):
+        with pytest.raises(TypeError, match="policy must be an object such as"):
+            OffloadConfig(policy=policy)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs horizon_bytes or max_inflight_bytes"):
+        FixedBounds()
+
+
+# -- other decisions: in a whole step another part makes up for a wrong one, at the cost of time ----------------------
 
 
 def chunks_with_a_group(count: int) -> list[ChunkProgress]:
@@ -41,70 +221,6 @@ def leaving_with(*groups: TensorGroup) -> LeavingQueue:
     for one in groups:
         leaving.push(CopyOut(one, [], 8, None))
     return leaving
-
-
-# -- the host pool ----------------------------------------------------------------------------------------------------
-
-
-def test_host_bytes_returned_while_the_pool_was_busy_are_room() -> None:
-    pool, _ = make_pool(limit_bytes=64)
-    lease = present(pool.lend(64))
-    with pool._lock:  # as in the garbage collector, in the middle of an operation
-        pool.return_lease(lease, ())
-    assert pool.room_bytes == 64
-
-
-def test_no_more_idle_slabs_are_closed_than_a_lease_needs() -> None:
-    pool, fake = make_pool(limit_bytes=192)
-    leases = [pool.lend(64), pool.lend(64)]
-    for lease in leases:
-        assert lease is not None
-        pool.return_lease(lease, ())
-    assert pool.lend(128) is not None and fake.open_bytes == 192
-
-
-def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
-    pool, fake = make_pool(slab_bytes=64, capacity=96)
-    assert pool._slabs.grow(16, 64) and fake.open_bytes == 64  # one, and not one of each size
-    assert pool._slabs.grow(16, 64) and fake.open_bytes == 80
-    assert pool._slabs.grow(32, 64) and fake.open_bytes == 32  # the idle ones have made room
-    limited, _ = make_pool(limit_bytes=64)
-    assert not limited._slabs.grow(128, 64)
-
-
-def test_new_books_count_the_slabs_and_ignore_leases_of_the_old_ones() -> None:
-    pool, _ = make_pool(slab_bytes=64)
-    old = present(pool.lend(64))
-    pool._slabs.nbytes = 0  # as if interrupted before it was counted
-    pool.reset()
-    assert pool.slab_bytes_total == 64
-    new = pool.lend(64)
-    pool.return_lease(old, ())
-    assert new is not None and pool.num_leases == 1 and pool.lent_bytes == 64
-
-
-def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
-    pool, fake = make_pool(slab_bytes=64)
-    assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
-    pool._is_frozen = True
-    lease = pool.lend(16)
-    assert lease is not None and len(pool._slabs.by_index) == 2
-    pool.return_lease(lease, ())
-    pool.thaw()
-    assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
-
-
-@pytest.mark.parametrize(
-    ("need", "expected"), [(64, pytest.raises(OffloadError, match="none can be")), (65, nullcontext())]
-)
-def test_a_frozen_pool_refuses_what_only_the_freeze_forbids(need: int, expected: Any) -> None:
-    pool, _ = make_pool(limit_bytes=64)
-    pool.freeze()
-    with expected:
-        assert pool.lend(need) is None
-
-
-# -- policies and what they count -------------------------------------------------------------------------------------
 
 
 def test_the_search_for_freed_excluded_tensors_comes_at_doubled_intervals() -> None:
@@ -159,43 +275,6 @@ def test_a_wrong_prediction_forgets_the_chunks_before_it() -> None:
     window.begin_backward(third)
     third.prefetch_index = -1
     assert window.next_chunk() is None
-
-
-def test_groups_passed_by_count_again_once_their_backward_comes() -> None:
-    counters = ByteCounters(None)
-    horizon = HorizonBytes(counters, 8)
-    passed, other = group(0, arriving_bytes=8), group(1, arriving_bytes=8)
-    for one in (passed, other):
-        one.storages = {object(): None}  # type: ignore[dict-item]
-        horizon.count_issued(one)
-    horizon.count_passed()
-    counters.prefetched_bytes = 16
-    waiting = group(2, on_host_bytes=8)
-    assert horizon.has_room(waiting, False)
-    horizon.count_reached(passed)
-    assert not horizon.has_room(waiting, False)  # 8 are ahead: those of `other` are still left out
-    counters.prefetched_bytes = 8
-    assert horizon.has_room(waiting, False)
-    other.storages = {}
-    horizon.count_reached(passed)
-    assert not horizon.has_room(waiting, False)
-
-
-def test_groups_ahead_count_while_they_have_device_bytes_and_until_the_end_of_the_iteration() -> None:
-    horizon = HorizonGroups(1)
-    ahead = group(0, own_device_bytes=8)
-    horizon.count_issued(ahead)
-    assert not horizon.has_room(group(1), False)
-    horizon.clear()
-    assert horizon.has_room(group(1), False)
-    horizon.count_issued(ahead)
-    ahead.own_device_bytes = 0
-    assert horizon.has_room(group(1), False)
-    recalled, waiting = HorizonBytes(ByteCounters(None), 8), group(1, on_host_bytes=8)
-    recalled.count_issued(group(0, recalled_bytes=8))
-    assert not recalled.has_room(waiting, False)
-    recalled.count_passed()  # for a backward that did not come
-    assert recalled.has_room(waiting, False)
 
 
 def test_an_iteration_begins_without_groups_ahead_and_with_its_schedule() -> None:

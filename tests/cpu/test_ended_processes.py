@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-
-from tests.dist.launch import RankFailed, collect
 
 TIMEOUT_S = 60  # a loaded machine starts Python in 10
 TRAIN = """
@@ -43,60 +38,38 @@ for step in range(1_000_000):
 """
 
 
-@contextmanager
-def training(directory: Path, num: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks that train and move activations to files, of which none is left when they have ended."""
-    tier = directory / "tier"
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["by a signal", "by a peer that was killed"])
+def test_training_ends_and_leaves_no_file(num_ranks: int, tmp_path: Path) -> None:
+    if num_ranks > 1 and not torch.distributed.is_available():
+        pytest.skip("this torch was built without torch.distributed")
+    tier = tmp_path / "tier"
     tier.mkdir()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", TRAIN, str(rank), str(num), str(directory / "meeting"), str(tier)],
+            [sys.executable, "-c", TRAIN, str(rank), str(num_ranks), str(tmp_path / "meeting"), str(tier)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        for rank in range(num)
+        for rank in range(num_ranks)
     ]
     try:
         for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "trains\n", process.communicate(timeout=TIMEOUT_S)[1]
-        yield processes
+        begin, survivor = time.monotonic(), processes[0]
+        if num_ranks == 1:
+            survivor.send_signal(signal.SIGTERM)
+        else:
+            processes[1].kill()
+        _, errors = survivor.communicate(timeout=TIMEOUT_S)
+        assert time.monotonic() - begin < TIMEOUT_S / 2 * num_ranks
+        assert survivor.returncode == (-signal.SIGTERM if num_ranks == 1 else 1)
+        if num_ranks > 1:
+            assert "RuntimeError" in errors and ("peer" in errors or "gloo" in errors.lower()), errors
         assert not list(tier.iterdir())
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-
-
-def test_sigterm_ends_training_at_once_and_leaves_no_file(tmp_path: Path) -> None:
-    with training(tmp_path, 1) as [process]:
-        begin = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == -signal.SIGTERM
-        assert time.monotonic() - begin < TIMEOUT_S / 2
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
-def test_a_killed_peer_ends_training_with_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    with training(tmp_path, 2) as [survivor, killed]:
-        begin = time.monotonic()
-        killed.kill()
-        _, errors = survivor.communicate(timeout=TIMEOUT_S)
-        assert time.monotonic() - begin < TIMEOUT_S
-        assert survivor.returncode == 1
-        assert "RuntimeError" in errors and ("peer" in errors or "gloo" in errors.lower()), errors
-
-
-@pytest.mark.parametrize("has_read", [True, False])
-def test_a_rank_that_has_died_is_told_from_one_that_is_late(has_read: bool) -> None:
-    """Its end of a socket is closed, and reset if it had not read all that it was sent."""
-    own, of_rank = multiprocessing.Pipe()
-    own.send("work")
-    if has_read:
-        of_rank.recv()
-    of_rank.close()
-    with pytest.raises(RankFailed, match="rank 0: died without a word"):
-        collect([own], timeout_s=5.0)

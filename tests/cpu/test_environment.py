@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -43,12 +42,3 @@ def test_every_module_of_the_core_is_compiled() -> None:
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
     interpreted = [name for name in modules if str(importlib.import_module(name).__file__).endswith(".py")]
     assert not interpreted
-
-
-def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
-    """By default pytest does not look into folders of some names, "dist" among them."""
-    tests = Path(__file__).parents[1]
-    folders = {folder.name for file in tests.rglob("test_*.py") for folder in file.relative_to(tests).parents} - {""}
-    assert {"cpu", "dist", "gpu"} <= folders
-    patterns = pytestconfig.getini("norecursedirs")
-    assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)]

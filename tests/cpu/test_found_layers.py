@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are taken for the layers of a model that does not name them."""
+"""Which modules are taken for layers where a model names none; callbacks of trainers, and how they are undone."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offload_engine import OffloadConfig, enable_activation_offloading
+from offload_engine import OffloadConfig, OffloadError, enable_activation_offloading
 from offload_engine.frontends._layers.find_layers import find_layers
+from tests.lookups import present
 
 WIDTH = 8
 
@@ -52,7 +58,7 @@ def names(model: nn.Module) -> list[str]:
 
 def test_layers_of_two_classes_by_turns() -> None:
     model = by_turns()
-    handle = enable_activation_offloading(model, config=OffloadConfig(min_tensor_bytes=1, directory="none"))
+    handle = enable_activation_offloading(model, config=CONFIG)
     assert handle.layers == ("layers.0", "layers.1", "layers.2", "layers.3")
     model(torch.ones(2, WIDTH)).sum().backward()
     assert handle.stats.num_groups == 4
@@ -85,3 +91,63 @@ def test_a_small_part_of_the_model_is_warned_of(caplog: pytest.LogCaptureFixture
         "the layers that were found, layers.1.experts.0 to layers.1.experts.1, have 18% of the parameters of this Model"
     )
     assert "layers=[...]" in record.getMessage()
+
+
+# -- callbacks; their trainings: test_*_trainer.py --------------------------------------------------------------------
+
+CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
+
+
+class Module(Model):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+Begin = Callable[[Any, nn.Module], None]
+
+
+def _begin_transformers(callback: Any, model: nn.Module) -> None:
+    callback.on_train_begin(None, None, None, model=model)
+
+
+def _begin_lightning(callback: Any, model: nn.Module) -> None:
+    callback.on_train_start(SimpleNamespace(strategy=SimpleNamespace(model=model)), model)
+
+
+@pytest.fixture(params=["transformers", "lightning"])
+def trainer(request: pytest.FixtureRequest) -> tuple[Any, Begin]:
+    """Return a callback, and what its trainer does when a training begins."""
+    library = request.param
+    pytest.importorskip(library, reason="pip install -e '.[integrations]' makes this run")
+    callback = import_module(f"offload_engine.frontends.integrations.{library}").OffloadCallback(CONFIG)
+    return callback, _begin_transformers if library == "transformers" else _begin_lightning
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+
+
+def test_the_handle_is_there_while_a_model_trains_also_where_the_last_one_raised(trainer: tuple[Any, Begin]) -> None:
+    callback, begin = trainer
+    first, second = Module(), Module()
+    assert callback.handle is None
+    begin(callback, first)
+    begin(callback, first)
+    first(torch.ones(8, WIDTH)).sum().backward()
+    assert present(callback.handle).layers == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert present(callback.handle).stats.num_groups == 4
+    with pytest.raises(OffloadError, match="is already offloaded"):
+        enable_activation_offloading(first, config=CONFIG)
+    begin(callback, second)
+    second(torch.ones(8, WIDTH)).sum().backward()
+    assert num_hooks(second) > 0 == num_hooks(first) and "training_step" not in vars(first)
+    callback.remove()
+    callback.remove()
+    assert num_hooks(second) == 0 and "training_step" not in vars(second)
+    assert callback.handle is None and "moved" in callback.report()
+    enable_activation_offloading(second, config=CONFIG).remove()

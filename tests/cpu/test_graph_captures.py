@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,8 @@ from offload_engine import (
 )
 from offload_engine._devices.base import HostRegion
 from tests.graph_device import GraphDevice
+from tests.interrupts.jobs import JOBS
+from tests.lookups import present
 
 WIDTH = 32
 
@@ -112,54 +115,42 @@ def test_the_limit_counts_what_graphs_have(device: GraphDevice) -> None:
     assert slabs.nbytes == held and slabs.room() == limit - held
 
 
-def test_what_found_no_host_memory_before_finds_none_in_the_capture(device: GraphDevice) -> None:
-    limit = 3 * 16 * WIDTH * 4  # bytes of three of the inputs of layers
-    training = Training(device, OffloadConfig(min_tensor_bytes=1, host_limit_bytes=limit, policy=LowestPeak()))
-    training.step()
-    assert training.engine.stats.num_host_limit_groups > 0
-    with training.engine.graphs.capture(device.graph()):
-        assert training.is_right(training.step())
-    assert training.engine.stats.num_host_limit_groups > 0
-
-
-def test_more_host_memory_is_refused_in_the_capture(training: Training, device: GraphDevice) -> None:
+def test_host_memory_is_missing_in_the_capture_where_it_was_before_and_else_that_is_refused(
+    training: Training, device: GraphDevice
+) -> None:
     assert training.engine.trim_host_memory() > 0
     with pytest.raises(OffloadError, match="none can be pinned"), training.engine.graphs.capture(device.graph()):
         training.step()
     assert not training.engine.graphs.steps and training.is_right(training.step())
-    with training.engine.graphs.capture(device.graph()):
-        assert training.is_right(training.step())
+    limit = 3 * 16 * WIDTH * 4  # bytes of three of the inputs of layers
+    limited = Training(device, OffloadConfig(min_tensor_bytes=1, host_limit_bytes=limit, policy=LowestPeak()))
+    limited.step()
+    for each in (training, limited):
+        with each.engine.graphs.capture(device.graph()):
+            assert each.is_right(each.step())
+        assert (each.engine.stats.num_host_limit_groups > 0) == (each is limited)
 
 
-def _in_front_of_the_step(training: Training) -> None:
-    raise ZeroDivisionError
-
-
-def _in_the_step(training: Training) -> None:
-    with training.activations:
-        loss = training.model(training.inputs[0])
-        del loss
-        raise ZeroDivisionError
-
-
-def _behind_a_forward(training: Training) -> None:
-    with training.engine.iteration():
-        with training.activations:
-            training.model(training.inputs[0])
-        raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("fail", [_in_front_of_the_step, _in_the_step, _behind_a_forward])
+@pytest.mark.parametrize("where", ["in front of the step", "in the step", "behind a forward"])
 def test_after_an_error_in_a_capture_the_engine_is_right_and_its_streams_are_joined(
-    fail: Callable[[Training], None], training: Training, device: GraphDevice
+    where: str, training: Training, device: GraphDevice
 ) -> None:
-    with pytest.raises(ZeroDivisionError), training.engine.graphs.capture(device.graph()):
-        fail(training)
-    assert not training.engine.graphs.steps and not training.engine.is_in_iteration
+    engine = training.engine
+    with pytest.raises(ZeroDivisionError), engine.graphs.capture(device.graph()), contextlib.ExitStack() as stack:
+        if where == "behind a forward":
+            stack.enter_context(engine.iteration())
+        if where != "in front of the step":
+            with training.activations:
+                loss = training.model(training.inputs[0])
+                del loss
+                if where == "in the step":
+                    raise ZeroDivisionError
+        raise ZeroDivisionError
+    assert not engine.graphs.steps and not engine.is_in_iteration
     assert not device.hazards and training.is_right(training.step())
 
 
-def test_half_a_step_is_refused(training: Training, device: GraphDevice) -> None:
+def test_half_a_step_and_an_eager_one_are_refused(training: Training, device: GraphDevice) -> None:
     losses = []
     with pytest.raises(OffloadError, match="capture the whole step"), training.engine.graphs.capture():
         with device.graph():
@@ -168,10 +159,6 @@ def test_half_a_step_is_refused(training: Training, device: GraphDevice) -> None
             training.engine._executor.end_iteration()  # joins, as if the step had ended
     with pytest.raises(OffloadError, match="abandoned by reset_iteration"):
         losses[0].backward()
-    assert training.is_right(training.step())
-
-
-def test_an_eager_step_is_refused_where_a_capture_was_announced(training: Training) -> None:
     with pytest.raises(OffloadError, match="a capture, but one was announced"), training.engine.graphs.capture():
         training.step()
     assert training.is_right(training.step())
@@ -198,6 +185,7 @@ def test_a_wrapper_captures_on_a_stream_of_its_own(training: Training, device: G
         ({"policy": Planned()}, 1, "before a step was planned"),
         ({"gpu_budget": 1 << 30}, 1, "with a gpu_budget"),
         ({}, 1, "inside a step"),
+        ({}, 1, "inside a capture"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_before(
@@ -208,31 +196,45 @@ def test_what_cannot_be_captured_is_refused_before(
         training.step()
     if message == "inside a step":
         training.engine.begin_iteration()
-    with pytest.raises(OffloadError, match=message), training.engine.graphs.capture():
-        pass
-    assert not device.is_recording
-
-
-def test_a_capture_is_announced_before_it_begins_and_once(training: Training, device: GraphDevice) -> None:
-    with device.graph(), pytest.raises(OffloadError, match="inside a capture"), training.engine.graphs.capture():
-        pass
-    with training.engine.graphs.capture():
-        with pytest.raises(OffloadError, match="inside a capture"), training.engine.graphs.capture():
+    with contextlib.ExitStack() as stack:
+        if message == "inside a capture":
+            stack.enter_context(device.graph())
+        with pytest.raises(OffloadError, match=message), training.engine.graphs.capture():
             pass
-        with device.graph():
-            assert training.is_right(training.step())
+    assert not device.is_recording
+    if message == "inside a capture":
+        with training.engine.graphs.capture():
+            with pytest.raises(OffloadError, match=message), training.engine.graphs.capture():
+                pass
+            with device.graph():
+                assert training.is_right(training.step())
 
 
 def test_the_cpu_has_no_graphs() -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none"))
-    activations = manage_activations(group_bytes=1, engine=engine)
-    for _ in range(2):
-        with activations:
-            loss = (torch.ones(8, requires_grad=True) * 2).square().sum()
-        loss.backward()
-        with pytest.raises(NotImplementedError, match="capture on a GPU"), engine.graphs.capture():
-            pass
-    engine.close()
+    activations = manage_activations(torch.nn.Linear(8, 8), OffloadConfig(min_tensor_bytes=1, directory="none"))
+    with activations:
+        loss = (torch.ones(8, requires_grad=True) * 2).square().sum()
+    loss.backward()
+    with pytest.raises(NotImplementedError, match="capture on a GPU"), activations.engine.graphs.capture():
+        pass
+    activations.close()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_step_of_each_front_end_is_captured(name: str, device: GraphDevice) -> None:
+    expected = JOBS[name](None).step()
+    with device.observe_compute():
+        job = JOBS[name](device)
+        engine = present(job.engine)
+        for _ in range(2):
+            assert all(map(torch.equal, expected, job.step()))
+        copies = device.num_copies.total()
+        with engine.graphs.capture(device.graph()) as captured:
+            assert all(map(torch.equal, expected, job.step()))
+        assert engine.stats.copied_in_bytes > 0 and device.num_copies.total() > copies and captured.host_bytes > 0
+        assert all(map(torch.equal, expected, job.step()))
+        captured.release()
+        job.close()
 
 
 @pytest.mark.parametrize("name", ["copy_out", "copy_in"])

@@ -19,6 +19,11 @@ Scope = enum.Enum("Scope", "attn mlp moe moe_router moe_preprocess mamba full_it
 Inference = enum.Enum("Inference", "none layer block")
 
 
+def of_scopes(names: str, setting: str = "cuda_graph_scope", **settings: Any) -> Any:
+    scopes = {setting: [Scope[scope] for scope in names.split()]}
+    return SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", **scopes, **settings})
+
+
 @pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
 @pytest.mark.parametrize(
     ("scopes", "captured", "free"),
@@ -33,10 +38,7 @@ Inference = enum.Enum("Inference", "none layer block")
     ],
 )
 def test_which_modules_are_captured(setting: str, scopes: str, captured: str, free: str) -> None:
-    graphs = SimpleNamespace(
-        **{"cuda_graph_impl": "transformer_engine", setting: [Scope[scope] for scope in scopes.split()]}
-    )
-    names = [*free.split(), *captured.split()]
+    graphs, names = of_scopes(scopes, setting), [*free.split(), *captured.split()]
     assert captured_names(graphs, names) == captured.split()
     check_cuda_graphs(graphs, names)
     check_cuda_graphs(graphs, free.split(), has_budget=True)
@@ -46,72 +48,48 @@ def test_which_modules_are_captured(setting: str, scopes: str, captured: str, fr
 
 
 def test_layers_are_captured_behind_the_step_that_attaches_offload() -> None:
-    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [Scope.attn]}
-    check_cuda_graphs(SimpleNamespace(**graphs, cuda_graph_warmup_steps=1), ["core_attn"])
-    check_cuda_graphs(SimpleNamespace(**graphs, cuda_graph_warmup_steps=0), ["router_fc1"])
+    check_cuda_graphs(of_scopes("attn", cuda_graph_warmup_steps=1), ["core_attn"])
+    check_cuda_graphs(of_scopes("attn", cuda_graph_warmup_steps=0), ["router_fc1"])
     with pytest.raises(NotImplementedError, match="'core_attn', which cuda_graph_scope captures, .*_steps=0"):
-        check_cuda_graphs(SimpleNamespace(**graphs, cuda_graph_warmup_steps=0), ["core_attn"])
+        check_cuda_graphs(of_scopes("attn", cuda_graph_warmup_steps=0), ["core_attn"])
+
+
+def test_copies_run_beside_graphs_where_nothing_is_eager_between_them() -> None:
+    eager = ["attn", "moe_router", "attn moe_router moe_preprocess"]
+    for scopes in (*eager, "", "attn mlp", "attn moe", "mamba"):
+        assert num_graphs_beside_copies(of_scopes(scopes)) == (scopes not in eager)
+
+
+@pytest.mark.parametrize("scopes", ["", "attn", "moe_router mamba"])
+def test_the_local_implementation_is_refused(scopes: str) -> None:
+    with pytest.raises(NotImplementedError, match="'router_fc1' beside cuda_graph_impl='local'"):
+        check_cuda_graphs(of_scopes(scopes, cuda_graph_impl="local"), ["router_fc1"])
 
 
 @pytest.mark.parametrize(
-    ("scopes", "number"),
+    "graphs",
     [
-        ("", 1),
-        ("attn", 0),
-        ("moe_router", 0),
-        ("attn moe_router moe_preprocess", 0),
-        ("attn mlp", 1),
-        ("attn moe", 1),
-        ("mamba", 1),
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},
     ],
 )
-def test_copies_run_beside_graphs_where_nothing_is_eager_between_them(scopes: str, number: int) -> None:
-    graphs = SimpleNamespace(cuda_graph_scope=[Scope[scope] for scope in scopes.split()])
-    assert num_graphs_beside_copies(graphs) == number
-
-
-@pytest.mark.parametrize("scopes", [[], [Scope.attn], [Scope.moe_router, Scope.mamba]], ids=str)
-def test_the_local_implementation_is_refused(scopes: list[Any]) -> None:
-    graphs = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=scopes)
-    with pytest.raises(NotImplementedError, match="'router_fc1' beside cuda_graph_impl='local'"):
-        check_cuda_graphs(graphs, ["router_fc1"])
-
-
-WHOLE_STEPS = [
-    {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
-    {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},
-]
-
-
-@pytest.mark.parametrize("graphs", WHOLE_STEPS)
-@pytest.mark.parametrize("steps", [{}, {"cuda_graph_warmup_steps": 3}])
-def test_where_steps_are_captured_whole_all_names_are_free(graphs: dict[str, Any], steps: dict[str, int]) -> None:
-    check_cuda_graphs(SimpleNamespace(**graphs, **steps), [row.name for row in MODULES])
-
-
-@pytest.mark.parametrize("graphs", WHOLE_STEPS)
-@pytest.mark.parametrize(
-    ("settings", "has_budget", "message"),
-    [
+def test_where_steps_are_captured_whole_all_names_are_free_and_other_settings_are_not(graphs: dict[str, Any]) -> None:
+    for steps in ({}, {"cuda_graph_warmup_steps": 3}):
+        check_cuda_graphs(SimpleNamespace(**graphs, **steps), [row.name for row in MODULES])
+    for settings, has_budget, message in (
         ({"cuda_graph_warmup_steps": 2}, False, "cuda_graph_warmup_steps=2"),
         ({}, True, "offload_gpu_budget beside a capture of whole steps"),
         ({"moe_expert_rank_capacity_factor": 1.5}, False, "moe_expert_rank_capacity_factor"),
-    ],
-)
-def test_what_cannot_be_captured_with_a_whole_step_is_refused(
-    graphs: dict[str, Any], settings: dict[str, Any], has_budget: bool, message: str
-) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        check_cuda_graphs(SimpleNamespace(**graphs, **settings), ["core_attn"], has_budget)
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            check_cuda_graphs(SimpleNamespace(**graphs, **settings), ["core_attn"], has_budget)
 
 
 def test_graphs_that_no_training_step_replays_are_let_be() -> None:
-    check_cuda_graphs(SimpleNamespace(), ["core_attn"])
-    check_cuda_graphs(SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=[Scope.attn]), ["core_attn"])
-    old = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
-    check_cuda_graphs(old, ["core_attn"])
-    new = SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules=[], inference_cuda_graph_scope=Inference.block)
-    check_cuda_graphs(new, ["core_attn"])
+    old = of_scopes("", cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
+    new = of_scopes("", "cuda_graph_modules", cuda_graph_impl="local", inference_cuda_graph_scope=Inference.block)
+    for graphs in (SimpleNamespace(), of_scopes("attn", cuda_graph_impl="none"), old, new):
+        check_cuda_graphs(graphs, ["core_attn"])
     new.inference_cuda_graph_scope = Inference.layer  # its graphs are replayed in training, too
     with pytest.raises(NotImplementedError, match="local"):
         check_cuda_graphs(new, ["core_attn"])

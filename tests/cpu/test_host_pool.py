@@ -7,6 +7,7 @@ import gc
 import operator
 import random
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from offload_engine._host.extents import FreeExtents
 from offload_engine._host.leases import lend
 from offload_engine._host.pool import MIB, HostLease, HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine.errors import OffloadError
 from tests.lookups import present
 
 ALIGNMENT = 4
@@ -53,8 +55,12 @@ class FakeDevice:
     told_free_bytes: int = 1 << 60  # with no slab open; what really is there, `capacity`, is met by surprise
 
     @property
+    def open_slabs(self) -> list[int]:
+        return [slab.nbytes for slab in self.slabs if not slab.closed]
+
+    @property
     def open_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self.slabs if not slab.closed)
+        return sum(self.open_slabs)
 
     def free_host_bytes(self) -> int:
         return self.told_free_bytes - self.open_bytes
@@ -80,29 +86,17 @@ def make_pool(limit_bytes: int | None = None, slab_bytes: int = 64, **device: An
     return HostPool(fake, limit_bytes, slab_bytes), fake  # type: ignore[arg-type]
 
 
-def test_host_bytes_taken_by_others_are_not_available() -> None:
-    """Between two looks at what is free, another process pins most of it: then the host tier is full."""
-    for left_bytes in (0, 64):
-        pool, device = make_pool()
-        device.free_host_bytes = mock.Mock(side_effect=[1024, *[left_bytes] * 9])  # type: ignore[method-assign]
-        assert not pool._slabs.grow(128, 64) and not device.slabs
+def lend_all(pool: HostPool, *sizes: int) -> list[HostLease]:
+    return [present(pool.lend(nbytes)) for nbytes in sizes]
 
 
-def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
-    pool, device = make_pool(told_free_bytes=1000)
-    pool.spare(500)
-    assert pool.lend(401) is None and pool.lend(400)  # four fifths of the other half
-    device.told_free_bytes = 500
-    pool.spare(0)  # they have been taken
-    assert pool.lend(1) is None
-    limited, _ = make_pool(limit_bytes=1000, told_free_bytes=1000)
-    limited.spare(500)
-    assert limited.lend(1000)
+def lend_and_return(pool: HostPool, *sizes: int) -> None:
+    """Lend all of them at once."""
+    for lease in lend_all(pool, *sizes):
+        pool.return_lease(lease)
 
 
-def slab_of(lease: HostLease) -> FakeSlab:
-    assert isinstance(lease.region.slab, FakeSlab)
-    return lease.region.slab
+# -- any use ----------------------------------------------------------------------------------------------------------
 
 
 class CheckedPool:
@@ -123,14 +117,16 @@ class CheckedPool:
             return
         slab, start, end = self._range(lease)
         assert lease.region.nbytes == nbytes and start % ALIGNMENT == 0
-        assert 0 <= start and end <= lease.region.slab.nbytes and not slab_of(lease).closed
-        for other in self.live:
-            other_slab, other_start, other_end = self._range(other)
+        assert 0 <= start and end <= lease.region.slab.nbytes and not lease.region.slab.closed  # type: ignore[attr-defined]
+        for other_slab, other_start, other_end in map(self._range, self.live):
             assert other_slab != slab or other_end <= start or end <= other_start, "two live leases overlap"
         expected = {id(e) for s, a, b, e in self.used if s == slab and a < end and start < b and not e.done}
         assert {id(event) for event in lease.ready_after} == expected and len(lease.ready_after) == len(expected)
-        self.used = [use for use in self.used if use[0] != slab or use[2] <= start or end <= use[1]] + [
-            piece for use in self.used if use[0] == slab for piece in self._outside(use, start, end)
+        self.used = [
+            (s, *part, event)
+            for s, a, b, event in self.used
+            for part in (((a, min(b, start)), (max(a, end), b)) if s == slab else ((a, b),))
+            if part[0] < part[1]
         ]
         self.live.append(lease)
 
@@ -148,7 +144,12 @@ class CheckedPool:
             self.events[index % len(self.events)].done = True
 
     def trim(self) -> None:
-        self.pool.trim()
+        self.return_lease(0, 0)  # which is only noted so far
+        before = self.device.open_bytes
+        in_use = {slab for slab, *_ in map(self._range, self.live)}
+        in_use |= {slab for slab, *_, event in self.used if not event.done}
+        assert self.pool.trim() == before - self.device.open_bytes
+        assert {id(slab) for slab in self.device.slabs if not slab.closed} == in_use
 
     def reset_peak(self) -> None:
         self.pool.reset_peak()
@@ -167,7 +168,7 @@ class CheckedPool:
             self.return_lease(0, 1)
         self.check()
         whole = sorted((extent.start, extent.nbytes) for extent in self.pool._slabs.free)
-        assert whole == sorted((0, slab.nbytes) for slab in self.device.slabs if not slab.closed)
+        assert whole == sorted((0, nbytes) for nbytes in self.device.open_slabs)
         for event in self.events:
             event.done = True
         self.pool.trim()
@@ -180,23 +181,16 @@ class CheckedPool:
         start, nbytes = lease.region.offset, lease.region.nbytes
         return id(lease.region.slab), start, start + -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    @staticmethod
-    def _outside(use: tuple[int, int, int, FakeEvent], start: int, end: int) -> list[tuple[int, int, int, FakeEvent]]:
-        """Return the parts of an overlapping use on both sides of bytes that have got a new user."""
-        slab, a, b, event = use
-        is_overlapping = start < b and a < end
-        return [(slab, x, y, event) for x, y in ((a, start), (end, b)) if is_overlapping and x < y]
+
+LEND = st.tuples(st.just("lend"), st.integers(1, 100))
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("lend"), st.integers(1, 100)),
-            st.tuples(st.just("lend"), st.integers(1, 100)),
-            st.tuples(st.just("return_lease"), st.integers(0, 50), st.integers(0, 2)),
-            st.tuples(st.just("complete"), st.integers(0, 50)),
-            st.tuples(st.just("trim")),
+            *(LEND, LEND, st.tuples(st.just("return_lease"), st.integers(0, 50), st.integers(0, 2))),
+            *(st.tuples(st.just("complete"), st.integers(0, 50)), st.tuples(st.just("trim"))),
             st.tuples(st.just("reset_peak")),
         ),
         max_size=60,
@@ -212,14 +206,26 @@ def test_random_use(ops: list[Any], limit_bytes: int | None, slab_bytes: int) ->
     checked.finish()
 
 
-def test_arguments() -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="limit_bytes must not be negative, got -1"):
         make_pool(limit_bytes=-1)
     with pytest.raises(ValueError, match="slab_bytes must be positive"):
         make_pool(slab_bytes=0)
-    pool, _ = make_pool()
+    pool, other = make_pool()[0], make_pool()[0]
     with pytest.raises(ValueError, match="at least one byte, got 0"):
         pool.lend(0)
+    [lease] = lend_all(pool, 10)
+    with pytest.raises(AssertionError, match="did not lend it"):
+        other.return_lease(lease)
+    with pytest.raises(RuntimeError, match=r"1 leases \(10 bytes\) not returned.*reset_iteration"):
+        pool.close()
+    pool.return_lease(lease)
+    with pytest.raises(AssertionError, match=r"HostLease\(10 bytes, slab 0 at 0, returned, 0 events\) was returned tw"):
+        pool.return_lease(lease)
+    assert pool.num_leases == 0
+    pool.close()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        pool.lend(1)
 
 
 def test_the_bytes_of_a_group_wait_for_the_last_copy_of_each_part_once() -> None:
@@ -230,41 +236,48 @@ def test_the_bytes_of_a_group_wait_for_the_last_copy_of_each_part_once() -> None
     assert present(lend(pool, [32]))[0].ready_after == (event,)
 
 
-def test_returned_twice_or_to_another_pool() -> None:
-    pool, other = make_pool()[0], make_pool()[0]
-    lease = present(pool.lend(10))
-    with pytest.raises(AssertionError, match="did not lend it"):
-        other.return_lease(lease)
-    pool.return_lease(lease)
-    with pytest.raises(AssertionError, match=r"HostLease\(10 bytes, slab 0 at 0, returned, 0 events\) was returned tw"):
-        pool.return_lease(lease)
-    assert pool.num_leases == 0
+# -- room -------------------------------------------------------------------------------------------------------------
 
 
 def test_idle_slabs_make_room_below_the_limit() -> None:
     pool, device = make_pool(limit_bytes=96, slab_bytes=32)
-    leases = [present(pool.lend(32)) for _ in range(3)]
+    first, second, _ = lend_all(pool, 32, 32, 32)
     reading = FakeEvent()
-    pool.return_lease(leases[0], [reading])
-    pool.return_lease(leases[1])
+    pool.return_lease(first, [reading])
+    pool.return_lease(second)
     assert pool.lend(64) is None, "one idle slab is still being read"
     assert device.open_bytes == 96, "nothing is closed when that would not be enough"
     reading.done = True
-    assert pool.lend(64) is not None
-    assert [slab.closed for slab in device.slabs] == [True, True, False, False]
-    assert device.open_bytes == 96
+    assert pool.lend(64) is not None and device.open_slabs == [32, 64]
+
+
+def test_no_more_idle_slabs_are_closed_than_a_lease_needs() -> None:
+    pool, device = make_pool(limit_bytes=192)
+    lend_and_return(pool, 64, 64)
+    assert pool.lend(128) is not None and device.open_bytes == 192
 
 
 def test_pool_without_a_limit_takes_a_share_of_free_memory() -> None:
     pool, device = make_pool(slab_bytes=4)
     device.told_free_bytes = 1000
-    leases = [pool.lend(100) for _ in range(10)]
-    assert [lease is None for lease in leases] == [False] * 8 + [True] * 2
+    assert [pool.lend(100) is None for _ in range(10)] == [False] * 8 + [True] * 2
     assert device.open_bytes == pool.slab_bytes_total == 800 and pool.room_bytes == 0
     device.told_free_bytes = 700  # another process has taken some: the slabs stay
     assert pool.lend(4) is None and device.open_bytes == 800
     device.told_free_bytes = 2000  # a machine that has grown
     assert pool.room_bytes == 800 and pool.lend(800) is not None
+
+
+def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
+    pool, device = make_pool(told_free_bytes=1000)
+    pool.spare(500)
+    assert pool.lend(401) is None and pool.lend(400)  # four fifths of the other half
+    device.told_free_bytes = 500
+    pool.spare(0)  # they have been taken
+    assert pool.lend(1) is None
+    limited, _ = make_pool(limit_bytes=1000, told_free_bytes=1000)
+    limited.spare(500)
+    assert limited.lend(1000)
 
 
 def test_room_is_the_largest_lease() -> None:
@@ -277,107 +290,29 @@ def test_room_is_the_largest_lease() -> None:
 
 def test_full_host_tier() -> None:
     pool, device = make_pool(slab_bytes=64, capacity=80)
-    first, second = present(pool.lend(60)), present(pool.lend(16))
-    assert [slab.nbytes for slab in device.slabs] == [64, 16], "no room for a whole slab, only for what is needed"
+    first, second = lend_all(pool, 60, 16)
+    assert device.open_slabs == [64, 16], "no room for a whole slab, only for what is needed"
     assert pool.lend(8) is None
     pool.return_lease(first)
-    assert pool.lend(72) is None and not slab_of(second).closed
+    assert pool.lend(72) is None and device.open_slabs[-1] == 16
     pool.return_lease(second)
     assert pool.lend(72) is not None and device.open_bytes == 72, "idle slabs make room"
 
 
-def test_trim_keeps_slabs_in_use_or_being_read() -> None:
-    pool, device = make_pool(slab_bytes=32)
-    _, read, idle = [present(pool.lend(32)) for _ in range(3)]
-    reading = FakeEvent()
-    pool.return_lease(read, [reading])
-    pool.return_lease(idle)
-    assert pool.trim() == 32 and [slab.closed for slab in device.slabs] == [False, False, True]
-    reading.done = True
-    assert pool.trim() == 32 and pool.slab_bytes_total == 32
-
-
-def test_close_waits_for_copies_also_failed_ones() -> None:
-    pool, device = make_pool(slab_bytes=32)
-    reading, failed = FakeEvent(), FakeEvent(fails=True)
-    leases = [present(pool.lend(16)), present(pool.lend(16))]
-    pool.return_lease(leases[0], [failed])
-    pool.return_lease(leases[1], [reading])
-    pool.close()
-    pool.close()
-    assert reading.done and device.open_bytes == pool.slab_bytes_total == 0
-    with pytest.raises(RuntimeError, match="has been closed"):
-        pool.lend(1)
-
-
-def test_recovery_takes_back_a_lease_that_was_lost() -> None:
-    pool, device = make_pool(slab_bytes=32)
-    lost, late = present(pool.lend(8)), present(pool.lend(16))
-    del lost
-    pool._lock.acquire()  # and the lock is left taken
-    pool.reset()
-    other = threading.Thread(target=pool.reset_peak, daemon=True)
-    other.start()
-    other.join(timeout=10)
-    assert not other.is_alive()
-    assert pool.num_leases == pool.lent_bytes == 0
-    lease = present(pool.lend(32))
-    pool.return_lease(late)  # it has no bytes any more
-    assert pool.lent_bytes == 32 and len(device.slabs) == 1 and lease.region.nbytes == 32
-    pool.return_lease(lease, [FakeEvent(fails=True)])
-    pool.reset()
-    assert present(pool.lend(32)).ready_after == (), "a copy that failed holds none back"
-
-
-def test_close_with_a_lease_out() -> None:
-    pool, _ = make_pool()
-    lease = present(pool.lend(10))
-    with pytest.raises(RuntimeError, match=r"1 leases \(10 bytes\) not returned.*reset_iteration"):
-        pool.close()
-    pool.return_lease(lease)
-    pool.close()
-
-
-def test_returns_by_the_garbage_collector_in_the_middle_of_a_call() -> None:
-    """A cycle that owns a lease may be collected at any allocation, also at those of the pool itself."""
+@pytest.mark.parametrize("left_bytes", [0, 64])
+def test_host_bytes_taken_by_others_are_not_available(left_bytes: int) -> None:
+    """Between two looks at what is free, another process pins most of it: then the host tier is full."""
     pool, device = make_pool()
-
-    class Owner:
-        def __init__(self) -> None:
-            self.lease = present(pool.lend(8))
-            self.cycle = self
-
-        def __del__(self) -> None:
-            pool.return_lease(self.lease)
-
-    class CollectingDevice(FakeDevice):
-        def new_slab(self, nbytes: int) -> FakeSlab:
-            gc.collect()
-            return super().new_slab(nbytes)
-
-    device.__class__ = CollectingDevice
-    for _ in range(4):
-        Owner()
-    lease = present(pool.lend(100))
-    assert (pool.num_leases, pool.lent_bytes) == (1, 100)
-    pool.return_lease(lease)
-    pool.close()
+    device.free_host_bytes = mock.Mock(side_effect=[1024, *[left_bytes] * 9])  # type: ignore[method-assign]
+    assert not pool._slabs.grow(128, 64) and not device.slabs
 
 
-def test_returns_from_other_threads() -> None:
-    pool, _ = make_pool()
-    leases = [present(pool.lend(8)) for _ in range(400)]
-    threads = [
-        threading.Thread(target=lambda part: [*map(pool.return_lease, part)], args=(leases[i::4],)) for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in range(200):
-        pool.return_lease(present(pool.lend(12)))
-    for thread in threads:
-        thread.join()
-    assert (pool.num_leases, pool.lent_bytes) == (0, 0)
-    pool.close()
+def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
+    pool, device = make_pool(slab_bytes=64, capacity=96)
+    assert pool._slabs.grow(16, 64) and device.open_bytes == 64  # one, and not one of each size
+    assert pool._slabs.grow(16, 64) and device.open_bytes == 80
+    assert pool._slabs.grow(32, 64) and device.open_bytes == 32  # the idle ones have made room
+    assert not make_pool(limit_bytes=64)[0]._slabs.grow(128, 64)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +322,8 @@ def test_returns_from_other_threads() -> None:
 def test_changing_sizes_take_little_more_than_their_peak(
     tensor_bytes: int, chunk_tensors: int, chunks_in_flight: int, microbatches: int
 ) -> None:
-    """The leases of a model whose tensors change size by 40% either way with every call, under 1F1B: as experts."""
-    pool, device = make_pool(slab_bytes=64 * MIB, host_alignment=4096)
+    """Mixture of experts: tensor sizes change in every microbatch, order is that of 1F1B."""
+    pool, device = make_pool(slab_bytes=64 * MIB)
     draw, peak_bytes = random.Random(0), 0
     for _ in range(200):
         pool.reset_peak()
@@ -396,7 +331,7 @@ def test_changing_sizes_take_little_more_than_their_peak(
         for microbatch in range(microbatches + chunks_in_flight - 1):
             if microbatch < microbatches:
                 sizes = [int(tensor_bytes * draw.uniform(0.6, 1.4)) for _ in range(chunk_tensors)]
-                in_flight.append([present(pool.lend(nbytes)) for nbytes in sizes])
+                in_flight.append(lend_all(pool, *sizes))
             if microbatch >= chunks_in_flight - 1:
                 for lease in reversed(in_flight.pop(0)):
                     pool.return_lease(lease)
@@ -411,46 +346,127 @@ def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read() -> None:
     pool, device = make_pool(slab_bytes=64)
     reading = FakeEvent()
     for _ in range(2):
-        leases = [present(pool.lend(40)) for _ in range(8)]
-        for lease in leases:
+        for lease in lend_all(pool, *[40] * 8):
             pool.return_lease(lease, [reading])
     assert len(device.slabs) == 8, "a slab each, and a copy is still reading one"
     reading.done = True
     pool.lend(40)
-    assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332], "the peak of 320 and a little"
-
-
-def test_slabs_with_the_tolerated_waste_are_kept() -> None:
-    pool, device = make_pool(slab_bytes=64, limit_bytes=108)
-    for lease in [present(pool.lend(60)), present(pool.lend(40))]:
-        pool.return_lease(lease)
-    assert pool.lend(4) and [slab.nbytes for slab in device.slabs] == [64, 44]
+    assert device.open_slabs == [332], "the peak of 320 and a little"
+    tolerated, device = make_pool(slab_bytes=64, limit_bytes=108)
+    lend_and_return(tolerated, 60, 40)
+    assert tolerated.lend(4) and device.open_slabs == [64, 44]
 
 
 def test_slabs_are_not_replaced_again_and_again() -> None:
     """Holes may cost more than the tolerated waste in every step; new slabs would have them too."""
     pool, device = make_pool(slab_bytes=64)
-    for lease in [present(pool.lend(40)) for _ in range(8)]:
-        pool.return_lease(lease)
+    lend_and_return(pool, *[40] * 8)
     for _ in range(5):
-        early, late = present(pool.lend(160)), present(pool.lend(160))
+        early, late = lend_all(pool, 160, 160)
         pool.return_lease(early)
-        # The 20 are in the hole that the 150 would need.
-        for lease in (late, *[present(pool.lend(nbytes)) for nbytes in (20, 150)]):
+        for lease in (late, *lend_all(pool, 20, 150)):  # the 20 are in the hole that the 150 would need
             pool.return_lease(lease)
-    assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332, 152]
-    assert len(device.slabs) == 10
+    assert device.open_slabs == [332, 152] and len(device.slabs) == 10
+
+
+def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
+    pool, _ = make_pool(slab_bytes=64)
+    assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
+    pool._is_frozen = True
+    lend_and_return(pool, 16)
+    assert len(pool._slabs.by_index) == 2
+    pool.thaw()
+    assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
+
+
+@pytest.mark.parametrize(
+    ("need", "expected"), [(64, pytest.raises(OffloadError, match="none can be")), (65, nullcontext())]
+)
+def test_a_frozen_pool_refuses_what_only_the_freeze_forbids(need: int, expected: Any) -> None:
+    pool, _ = make_pool(limit_bytes=64)
+    pool.freeze()
+    with expected:
+        assert pool.lend(need) is None
+
+
+# -- returns at any time, and recovery ---------------------------------------------------------------------------------
+
+
+def test_close_waits_for_copies_also_failed_ones() -> None:
+    pool, device = make_pool(slab_bytes=32)
+    reading, failed = FakeEvent(), FakeEvent(fails=True)
+    for lease, event in zip(lend_all(pool, 16, 16), (failed, reading), strict=True):
+        pool.return_lease(lease, [event])
+    pool.close()
+    pool.close()
+    assert reading.done and device.open_bytes == pool.slab_bytes_total == 0
+
+
+def test_new_books_take_back_a_lease_that_was_lost_and_ignore_those_of_the_old_ones() -> None:
+    pool, device = make_pool(slab_bytes=32)
+    lost, late = lend_all(pool, 8, 16)
+    del lost
+    pool._lock.acquire()  # and the lock is left taken
+    pool._slabs.nbytes = 0  # as if interrupted before it was counted
+    pool.reset()
+    other = threading.Thread(target=pool.reset_peak, daemon=True)
+    other.start()
+    other.join(timeout=10)
+    assert not other.is_alive()
+    assert pool.num_leases == pool.lent_bytes == 0 and pool.slab_bytes_total == 32
+    [lease] = lend_all(pool, 32)
+    pool.return_lease(late)  # it has no bytes any more
+    assert (pool.num_leases, pool.lent_bytes, len(device.slabs)) == (1, 32, 1)
+    pool.return_lease(lease, [FakeEvent(fails=True)])
+    pool.reset()
+    assert present(pool.lend(32)).ready_after == (), "a copy that failed holds none back"
+
+
+def test_host_bytes_returned_while_the_pool_was_busy_are_room() -> None:
+    pool, _ = make_pool(limit_bytes=64)
+    [lease] = lend_all(pool, 64)
+    with pool._lock:  # as in the garbage collector, in the middle of an operation
+        pool.return_lease(lease, ())
+    assert pool.room_bytes == 64
+
+
+def test_returns_by_the_garbage_collector_in_the_middle_of_a_call() -> None:
+    """A cycle that owns a lease may be collected at any allocation, also at those of the pool itself."""
+    pool, device = make_pool()
+
+    class Owner:
+        def __init__(self) -> None:
+            [self.lease] = lend_all(pool, 8)
+            self.cycle = self
+
+        def __del__(self) -> None:
+            pool.return_lease(self.lease)
+
+    class CollectingDevice(FakeDevice):
+        def new_slab(self, nbytes: int) -> FakeSlab:
+            gc.collect()
+            return super().new_slab(nbytes)
+
+    device.__class__ = CollectingDevice
+    for _ in range(4):
+        Owner()
+    pool.lend(100)
+    assert (pool.num_leases, pool.lent_bytes) == (1, 100)
 
 
 # -- free extents, of which the slabs consist --------------------------------------------------------------------------
 
 
-def ids(events: object) -> set[int]:
-    return {id(event) for event in events}  # type: ignore[attr-defined]
+def make_extents(ahead: UnawaitedCopies | None = None) -> FreeExtents:
+    return FreeExtents(operator.attrgetter("done"), ahead or UnawaitedCopies())
+
+
+def ids(events: Any) -> set[int]:
+    return {id(event) for event in events}
 
 
 def test_the_smallest_that_fits_and_of_equals_the_one_returned_first() -> None:
-    extents = FreeExtents(operator.attrgetter("done"), UnawaitedCopies())
+    extents = make_extents()
     for slab, start, nbytes in ((0, 0, 16), (3, 0, 8), (1, 0, 4), (2, 0, 8), (2, 8, 8), (4, 16, 8), (4, 8, 4)):
         extents.put(slab, start, nbytes)  # two of slab 2 become one, and those of slab 4 do not touch
     taken = [present(extents.take(nbytes)) for nbytes in (5, 5, 5, 3, 9, 4, 4, 9)]
@@ -459,10 +475,9 @@ def test_the_smallest_that_fits_and_of_equals_the_one_returned_first() -> None:
 
 
 def test_bytes_read_by_unawaited_copies_are_taken_last() -> None:
-    near, far = FakeEvent(), FakeEvent()
-    ahead = UnawaitedCopies()
+    near, far, ahead = FakeEvent(), FakeEvent(), UnawaitedCopies()
     ahead.add(far)
-    extents = FreeExtents(operator.attrgetter("done"), ahead)
+    extents = make_extents(ahead)
     extents.put(0, 0, 8, [far])
     extents.put(1, 0, 12, [near])
     extents.put(1, 12, 12, [far])  # one extent with the one before
@@ -475,7 +490,7 @@ def test_bytes_read_by_unawaited_copies_are_taken_last() -> None:
 
 
 def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped() -> None:
-    extents, event = FreeExtents(operator.attrgetter("done"), UnawaitedCopies()), FakeEvent()
+    extents, event = make_extents(), FakeEvent()
     extents.put(0, 0, 8, [event])
     (extent,) = extents
     assert ids(extents.pending_events(extent)) == ids([event])
@@ -489,20 +504,13 @@ def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped() -> N
 @pytest.mark.parametrize("nbytes", [4, 8, 12, 24])
 def test_a_device_that_raises_takes_nothing(nbytes: int) -> None:
     """The front of a range as it was returned, a range, the front of an extent with its guards split, and a whole."""
-    events = [FakeEvent(), FakeEvent(), FakeEvent()]
-    is_raising = True
-
-    def answer(event: FakeEvent) -> bool:
-        if is_raising:
-            raise RuntimeError("no device")
-        return event.done
-
+    events, answer = [FakeEvent(), FakeEvent(), FakeEvent()], mock.Mock(side_effect=RuntimeError("no device"))
     extents = FreeExtents(answer, UnawaitedCopies())
     for number, event in enumerate(events):
         extents.put(0, 8 * number, 8, [event])
     with pytest.raises(RuntimeError, match="no device"):
         extents.take(nbytes)
-    is_raising = False
+    answer.side_effect = operator.attrgetter("done")
     taken = [present(extents.take(4)) for _ in range(6)]
     assert [(each.slab, each.start) for each in taken] == [(0, 4 * number) for number in range(6)]
     assert [ids(each.events) for each in taken] == [ids([events[number // 2]]) for number in range(6)]

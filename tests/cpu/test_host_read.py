@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -109,14 +110,20 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [torch.arange(SLOT_BYTES), torch.empty(0), torch.tensor([1 + 2j], dtype=torch.complex128)],
-    ids=["large", "empty", "wide"],
-)
-def test_tensor_without_a_slot_is_read_plainly(reader: MappedReader, source: torch.Tensor) -> None:
-    read = reader.read(source)
-    assert isinstance(read, PlainRead) and torch.equal(read.wait(), source)
+def test_a_tensor_without_a_slot_is_read_plainly(reader: MappedReader) -> None:
+    """It is too large, empty or too wide; or none is free."""
+    wide = torch.tensor([1 + 2j], dtype=torch.complex128)
+    for source in (torch.arange(SLOT_BYTES), torch.empty(0), wide):
+        read = reader.read(source)
+        assert isinstance(read, PlainRead) and torch.equal(read.wait(), source)
+    held = [reader.read(torch.full((SLOT_BYTES // 8,), i)).wait() for i in range(NUM_SLOTS)]
+    read = reader.read(numbers(9))
+    assert isinstance(read, PlainRead) and read.wait().tolist() == [9] * 4
+    address = held.pop(1).data_ptr()
+    assert reader.read(numbers(8)).wait().data_ptr() == address
+    assert held[0].eq(0).all() and held[1].eq(2).all()
+    reader._free = type("TakenFrom", (deque,), {"__len__": lambda self: 1})()  # another thread, since the look at it
+    assert isinstance(reader.read(numbers(0)), PlainRead)
 
 
 def test_conjugate_and_negative_views_are_what_they_stand_for(reader: MappedReader) -> None:
@@ -141,15 +148,6 @@ def test_kernels_write_where_the_device_sees_the_memory(
     assert "not mapped" in caplog.text
 
 
-def test_without_a_free_slot_it_is_read_the_plain_way(reader: MappedReader) -> None:
-    held = [reader.read(torch.full((SLOT_BYTES // 8,), i)).wait() for i in range(NUM_SLOTS)]
-    read = reader.read(numbers(9))
-    assert isinstance(read, PlainRead) and read.wait().tolist() == [9] * 4
-    address = held.pop(1).data_ptr()
-    assert reader.read(numbers(8)).wait().data_ptr() == address
-    assert held[0].eq(0).all() and held[1].eq(2).all()
-
-
 @pytest.mark.parametrize(
     "part", [lambda t: t[1:3], lambda t: t.numpy()[1:3], lambda t: t.detach(), lambda t: t.untyped_storage()]
 )
@@ -165,26 +163,23 @@ def test_view_of_a_result_holds_its_slot(reader: MappedReader, part: Callable[[A
     assert reader.read(numbers(0)).wait().data_ptr() == address
 
 
-def test_an_abandoned_read_keeps_its_slot_until_its_kernel_is_over(reader: MappedReader, runtime: Runtime) -> None:
+def test_an_abandoned_read_keeps_its_slot_and_a_wait_lasts_until_the_kernel_is_over(
+    reader: MappedReader, runtime: Runtime
+) -> None:
     runtime.is_slow = True
     abandoned = reader.read(numbers(1)).tensor.data_ptr()
+    read, done = reader.read(numbers(1)), threading.Event()
+    waiting = threading.Thread(target=lambda: [call() for call in (read.wait, done.set)], daemon=True)
+    waiting.start()
     runtime.is_slow = False
-    others = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS - 1)]
+    others = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS - 2)]
     assert abandoned not in {other.data_ptr() for other in others}
-    assert isinstance(reader.read(numbers(0)), PlainRead)
+    assert isinstance(reader.read(numbers(0)), PlainRead) and not done.wait(0.05)
+    runtime.events[1].is_over = True
+    waiting.join(10)
+    assert done.is_set() and isinstance(reader.read(numbers(0)), PlainRead)
     runtime.events[0].is_over = True
     assert reader.read(numbers(2)).wait().data_ptr() == abandoned
-
-
-def test_a_wait_ends_with_the_kernel(reader: MappedReader, runtime: Runtime) -> None:
-    runtime.is_slow = True
-    read, done = reader.read(numbers(1)), threading.Event()
-    waiting = threading.Thread(target=lambda: [call() for call in (read.wait, done.set)])
-    waiting.start()
-    assert not done.wait(0.05)
-    runtime.events[0].is_over = True
-    waiting.join(10)
-    assert done.is_set()
 
 
 def test_other_shapes_in_each_step_keep_little(reader: MappedReader) -> None:
@@ -214,22 +209,10 @@ def test_the_memory_outlives_the_reader_under_a_result(new_reader: Callable[[], 
 
 
 def test_threads_that_read_at_once(reader: MappedReader) -> None:
-    num_right = [0] * (NUM_SLOTS + 1)
+    def read_many(i: int) -> int:
+        values = range(2000 * i, 2000 * (i + 1))
+        return sum(reader.read(numbers(value)).wait().tolist() == [value] * 4 for value in values)
 
-    def read_many(i: int) -> None:
-        for j in range(2000):
-            number = i * 2000 + j
-            num_right[i] += reader.read(numbers(number)).wait().tolist() == [number] * 4
-
-    threads = [threading.Thread(target=read_many, args=(i,)) for i in range(len(num_right))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert num_right == [2000] * len(num_right) and len(reader._free) == NUM_SLOTS
-
-
-def test_the_last_slot_may_go_to_another_thread(reader: MappedReader) -> None:
-    """Between its look and its taking."""
-    reader._free = type("TakenFrom", (deque,), {"__len__": lambda self: 1})()
-    assert isinstance(reader.read(numbers(0)), PlainRead)
+    with ThreadPoolExecutor(NUM_SLOTS + 1) as pool:
+        assert [*pool.map(read_many, range(NUM_SLOTS + 1))] == [2000] * (NUM_SLOTS + 1)
+    assert len(reader._free) == NUM_SLOTS
