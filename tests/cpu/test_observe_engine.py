@@ -275,6 +275,19 @@ def test_reason_of_a_tensor_that_may_not_move(make: Callable[[], torch.Tensor], 
     assert (saved.reason, saved.shape) == (reason, tuple(make().shape))
 
 
+@pytest.mark.parametrize(("size", "reason"), [(NUMEL, Reason.EXCLUDED), (3, Reason.TOO_SMALL)])
+def test_reason_of_a_tensor_that_a_checker_rejects(size: int, reason: Reason) -> None:
+    """It is excluded, unless it would have stayed without the checker as well."""
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), AdversarialDevice())
+    engine.record()
+    with engine.iteration():
+        chunk = engine.start_chunk(tensor_need_offloading_checker=lambda tensor: False)
+        in_group(torch.ones(size), chunk)
+        chunk.on_group_commit_backward()
+    assert engine.last_record is not None
+    assert [saved.reason for saved in engine.last_record.saved] == [reason]
+
+
 def test_hooks_on_modules_are_there_from_the_request_to_the_end_of_its_step_or_of_the_engine() -> None:
     hooks = nn.modules.module._global_forward_pre_hooks
     num_before, engine = len(hooks), OffloadEngine(device=CpuDevice("none"))
