@@ -20,13 +20,7 @@ from offload_engine.planning.predict import Costs
 from offload_engine.planning.shapes import Bounds
 from offload_engine.rehearsal.chosen import choose_within
 from offload_engine.rehearsal.engine import NotedBoundary
-from offload_engine.rehearsal.forecast import (
-    TE_CONTEXT_BYTES,
-    Forecast,
-    RankForecast,
-    WayForecast,
-    make_forecast,
-)
+from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES, Forecast, RankForecast, WayForecast, make_forecast
 from offload_engine.rehearsal.share import kept_by_share
 
 _FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
