@@ -46,7 +46,7 @@ def deterministic_algorithms(warn_only: bool = False) -> Iterator[None]:
 
 
 def run_twice(run: Callable[[], T], are_equal: Callable[[T, T], bool]) -> T:
-    """Return what two runs without offload give alike.
+    """Return what two runs without offload give alike, that of the second: the first may have allocated workspaces.
 
     Args:
         run: builds and trains the model, without offload.
@@ -55,12 +55,12 @@ def run_twice(run: Callable[[], T], are_equal: Callable[[T, T], bool]) -> T:
     Raises:
         AssertionError: if they differ, which says nothing about offload.
     """
-    result = run()
-    assert are_equal(result, run()), (
+    first, second = run(), run()
+    assert are_equal(first, second), (
         "two runs without offload differ: the model is not deterministic here, and offload was not tested. Expected "
         "the same bits under torch.use_deterministic_algorithms(True); look for an operator that ignores it"
     )
-    return result
+    return second
 
 
 def check_bits(expected: Bits, got: Bits) -> None:

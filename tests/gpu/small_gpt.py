@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -146,13 +147,23 @@ def steps(
     microbatches: Sequence[int],
     step: Callable[[list[Any], int], dict[str, str]] = fingerprint_of_step,
 ) -> tuple[Bits, int]:
-    """Run steps; return their bits, and the peak of allocated memory in the last, above what is there before."""
+    """Run steps; return their bits, and the peak of allocated memory in the last, above what the model has before all.
+
+    Not above what is there before the last: a schedule may leave graphs of a step behind, until the next one. The
+    collector of garbage runs between steps only, else when it runs would decide about the peak.
+    """
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     bits = []
     for number in microbatches:
+        gc.collect()
+        gc.disable()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        bits.append(step(chunks, number))
+        try:
+            bits.append(step(chunks, number))
+        finally:
+            gc.enable()
     torch.cuda.synchronize()
     return bits, torch.cuda.max_memory_allocated() - before
 

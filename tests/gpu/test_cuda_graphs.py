@@ -57,7 +57,8 @@ INSIDE: dict[str, tuple[Pipeline, list[str], list[str], dict[str, Any]]] = {
     "dense layers": (Pipeline(), ["attn", "mlp"], OF_DENSE, DENSE),
     "whole layers": (Pipeline(), [], OF_DENSE, DENSE),
     # Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
-    "1F1B": (Pipeline(2), ["attn", "mlp"], OF_DENSE, DENSE),
+    # Six layers a stage: the last stage has one microbatch at a time, and two slots besides, a layer each.
+    "1F1B": (Pipeline(2), ["attn", "mlp"], OF_DENSE, {**DENSE, "num_layers": 12}),
     "interleaved": (Pipeline(2, 2), ["attn", "mlp"], OF_DENSE, {**DENSE, "num_layers": 8}),
     "overlap": (Pipeline(expert=2), _ROUTER, [*ATTENTION, "moe_act"], OVERLAP),
 }

@@ -49,11 +49,11 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) ->
 
     recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1024}
     with deterministic_algorithms(warn_only=True):
-        incumbent.FineGrainedActivationOffloadingInterface.reset_instance()
-        _, theirs = steps(_model(settings, recipe), [num_microbatches] * 3)
         expected, without = run_twice(
             lambda: steps(_model(settings), [num_microbatches] * 3), lambda a, b: a[0] == b[0]
         )
+        incumbent.FineGrainedActivationOffloadingInterface.reset_instance()
+        _, theirs = steps(_model(settings, recipe), [num_microbatches] * 3)
         with apply(OffloadConfig(), replace_fine_grained=True) as handle:
             chunks = _model(settings, recipe)
             got, peak = steps(chunks, [num_microbatches] * 3)
