@@ -56,7 +56,7 @@ class OffloadConfig:
     fraction: float = 1.0
     """Share, from 0 to 1, of the bytes that each chunk saves in groups, in the order of its forward, that may leave.
     The groups after it stay. From the second step on: the first shows how much there is. In CUDA graphs of layers it is
-    spread over the forwards, and rounded up to whole ones."""
+    spread over the forwards, rounded up to whole ones, and one does not count: all come back into as much memory."""
 
     kept_bytes: int = 0
     """How many bytes of groups stay on the device, over all chunks that wait for their backward: those that each chunk

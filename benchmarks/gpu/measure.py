@@ -149,7 +149,7 @@ class Bench:
                 if is_ready and number >= self._warmup:
                     break
                 losses = self._run(f"{contender.entry.label}, warm-up")
-                is_ready = contender.is_ready()
+                is_ready = all(self._ranks.gather(contender.is_ready()))  # each step takes all ranks
         return fingerprint(self.training.gradients(), losses)
 
     def _prepare(self, label: str) -> None:

@@ -14,7 +14,7 @@ class CapturedShare:
 
     A capture does not tell how many come after it. So what leaves by `fraction` is spread over the forwards, rounded up
     to whole ones as megatron-core's own offload does, and what stays by `kept_bytes` is the first of what waits for its
-    backward.
+    backward. Of what leaves, one forward does not count: it all comes back into one slot, which takes as much memory.
 
     Args:
         config: of the engine.
@@ -26,17 +26,20 @@ class CapturedShare:
         self._kept: list[CapturedStorage] = []
         self._saved_bytes = 0
         self._left_bytes = 0
+        self._slot_bytes = 0  # of the largest forward that has left
 
     def stays(self, storages: Sequence[CapturedStorage]) -> bool:
         """Count what one forward has saved; return whether all of it stays."""
         self._saved_bytes += sum(saved.nbytes for saved in storages)
         self._kept = [saved for saved in self._kept if saved.handles]
-        is_beyond = self._left_bytes >= self._fraction * self._saved_bytes
+        is_beyond = self._left_bytes - self._slot_bytes >= self._fraction * self._saved_bytes
         if is_beyond or sum(saved.nbytes for saved in self._kept) < self._kept_bytes:
             self._kept += storages
             return True
         return False
 
     def note_left(self, storages: Sequence[CapturedStorage]) -> None:
-        """Count what has left."""
-        self._left_bytes += sum(saved.nbytes for saved in storages)
+        """Count what one forward has saved and has left."""
+        nbytes = sum(saved.nbytes for saved in storages)
+        self._left_bytes += nbytes
+        self._slot_bytes = max(self._slot_bytes, nbytes)
