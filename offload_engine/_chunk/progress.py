@@ -53,8 +53,13 @@ class ChunkProgress:
         """Return whether the end of the tail's backward brings the first group back; see the function."""
         return self.has_tail_end and awaits_tail([group.name for group in self.groups], self.tail_index)
 
-    def end_forward(self) -> None:
-        """Allow prefetch to begin, with the last group. Idempotent."""
+    def end_forward(self, is_combined: bool = False) -> None:
+        """Allow prefetch to begin, with the last group. Idempotent.
+
+        Args:
+            is_combined: another forward runs together with the backward. Memory peaks where that begins, and its layers
+                take as long as both: each group waits for the next one of its name, in the last layer as in any other.
+        """
         if not self.is_forward_done:
             self.is_forward_done = True
             self.prefetch_index = len(self.groups) - 1
@@ -62,7 +67,9 @@ class ChunkProgress:
             self.brought_by = bringing_groups([(group.name, group.layer) for group in self.groups])
             last = self.last_index_by_name.values()
             self.backward_index = min(last, default=0) if self.tail_index < 0 else self.tail_index
-            if self.awaits_tail:
+            if is_combined:
+                self.backward_index = len(self.groups)
+            elif self.awaits_tail:
                 self.backward_index += 1
 
     def end_tail(self) -> None:

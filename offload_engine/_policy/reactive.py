@@ -71,7 +71,7 @@ class Reactive(Policy):
                 self._window.begin_backward(chunk)
                 return self._copy_ins_ahead()
             if kind is FORWARD_END:
-                chunk.end_forward()
+                chunk.end_forward(self._window.is_combined)
         return ()
 
     def _begin_forward(self, chunk: ChunkProgress) -> Iterator[Move]:

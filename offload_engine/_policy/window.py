@@ -19,13 +19,14 @@ class BackwardWindow:
     Attributes:
         backward_chunk: the chunk whose backward began last; None once a forward has begun since.
         has_schedule: whether the actions of this iteration are known.
+        is_combined: see `Policy.begin`.
     """
 
     def __init__(self) -> None:
         self.backward_chunk: ChunkProgress | None = None
         self.has_schedule: bool = False
+        self.is_combined: bool = False
         self._actions: Sequence[Action] = ()
-        self._is_combined = False
         self._positions: dict[Action, int] = {}
         self._chunks: dict[ChunkKey, ChunkProgress] = {}  # chunks whose backward has not begun
         self._window: list[ChunkProgress] = []  # soonest first
@@ -35,7 +36,7 @@ class BackwardWindow:
         self.clear()
         self.has_schedule = bool(actions)
         self._actions = actions
-        self._is_combined = is_combined
+        self.is_combined = is_combined
         self._positions = {action: i for i, action in enumerate(actions)}
 
     def clear(self) -> None:
@@ -51,7 +52,7 @@ class BackwardWindow:
             True if a backward was predicted to come first; it may come late, or never.
         """
         for other in self._chunks.values():
-            other.end_forward()
+            other.end_forward(self.is_combined)
         was_wrong = not self.has_schedule and self.backward_chunk is not None
         if was_wrong:
             self._chunks.clear()
@@ -65,10 +66,10 @@ class BackwardWindow:
         """Make the chunk whose backward begins the first one. Idempotent."""
         if chunk is self.backward_chunk:
             return
-        chunk.end_forward()
-        if self._is_combined and self.backward_chunk is not None:
+        chunk.end_forward(self.is_combined)
+        if self.is_combined and self.backward_chunk is not None:
             for other in self._chunks.values():  # the forward was combined with the backward before this one
-                other.end_forward()
+                other.end_forward(self.is_combined)
         self.backward_chunk = chunk
         self._chunks.pop(chunk.key, None)
         following = self._upcoming(Action("B", chunk.key))
@@ -96,7 +97,7 @@ class BackwardWindow:
         A forward that runs together with the next backward does not count as coming before it.
         """
         chunks: list[ChunkProgress] = []
-        num_forwards_to_pass = int(self._is_combined)
+        num_forwards_to_pass = int(self.is_combined)
         for following in self._actions[self._positions.get(action, len(self._actions)) + 1 :]:
             chunk = self._chunks.get(following.chunk)
             if following.kind == "F" and num_forwards_to_pass:

@@ -135,7 +135,8 @@ class CopyInOrder:
         shape = self._step.shape(chunk)
         last = self._last_index_by_name[chunk.stage].values()
         near = min(last, default=0) if shape.tail_index is None else shape.tail_index
-        self._near[chunk] = near + 1 if shape.awaits_tail else near
+        near += shape.awaits_tail
+        self._near[chunk] = len(shape.groups) if self._step.is_combined else near  # see `ChunkProgress.end_forward`
         self._in_backward = None
         self._window = self._upcoming(position, {chunk})
 

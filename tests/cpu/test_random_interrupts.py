@@ -25,8 +25,16 @@ def test_after_an_interrupt_nothing_is_left_and_the_next_step_is_equal() -> None
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="compiled code has no byte codes, and Python delivers no signal inside it")
-@pytest.mark.parametrize(("function", "num_byte_codes"), [("would_start_storage", 140), ("check", 300)])
-def test_an_interrupt_at_each_byte_code_of_a_function(function: str, num_byte_codes: int) -> None:
-    """Functions in which one was once enough to leave a lock held; every one of them each night."""
+@pytest.mark.parametrize(
+    ("front_end", "function", "num_byte_codes"),
+    [
+        ("manage_activations", "would_start_storage", 140),
+        ("manage_activations", "check", 300),
+        ("enable_activation_offloading", "end_forward", 40),
+        ("offload_wrapper", "reset_peak", 36),
+    ],
+)
+def test_an_interrupt_at_each_byte_code_of_a_function(front_end: str, function: str, num_byte_codes: int) -> None:
+    """Functions in which one was once enough to leave a lock held, or offload switched off; each one nightly."""
     trials, numbers = Trials(), range(1, num_byte_codes, STRIDE)
-    assert sum(trials.interrupt("manage_activations", number, function) for number in numbers) == len(numbers)
+    assert sum(trials.interrupt(front_end, number, function) for number in numbers) == len(numbers)

@@ -221,13 +221,13 @@ class LayerGroups:
             self._abandon()
         else:
             self._last_chunk = self._own_forward.chunk
-            self._close()
             self.session.end_forward()
+            self._close()  # behind it: after an interrupt in between, the next forward abandons this one
             self.session.warn_if_idle()
 
     def _abandon(self) -> None:
-        self._close()
         self.session.abandon_forward()
+        self._close()
 
     def _close(self) -> None:
         assert self._forward is not None
