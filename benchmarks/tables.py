@@ -20,12 +20,12 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def shown(value: Any, form: str = "") -> str:
-    """Show a value as `format` does, or bytes in "MiB"; empty where there is none."""
+    """Show a value as `format` does, or bytes in "MiB", few with a decimal; empty where there is none."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value / MIB:,.0f}" if form == "MiB" else format(value, form)
+    return f"{value / MIB:,.{0 if value >= 100 * MIB else 1}f}" if form == "MiB" else format(value, form)
 
 
 def table(title: str, columns: Mapping[str, Column], records: Iterable[Record], as_markdown: bool = False) -> Table:
