@@ -25,7 +25,9 @@ def shown(value: Any, form: str = "") -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value / MIB:,.{0 if value >= 100 * MIB else 1}f}" if form == "MiB" else format(value, form)
+    if form == "MiB":
+        form, value = ",.1f" if 0 < abs(value) < 100 * MIB else ",.0f", value / MIB
+    return format(value, form)
 
 
 def table(title: str, columns: Mapping[str, Column], records: Iterable[Record], as_markdown: bool = False) -> Table:
