@@ -33,9 +33,9 @@ class Records(list[dict[str, Any]]):
             with self._file.open("a") as file:
                 file.writelines(json.dumps(record) + "\n" for record in new)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of this kind."""
-        return [record for record in self if record["kind"] == kind]
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return the records of these kinds."""
+        return [record for record in self if record["kind"] in kinds]
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:

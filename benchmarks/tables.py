@@ -20,12 +20,14 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def shown(value: Any, form: str = "") -> str:
-    """Show a value as `format` does, or bytes in "MiB"; empty where there is none."""
+    """Show a value as `format` does, or bytes in "MiB", few with a decimal; empty where there is none."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value / MIB:,.0f}" if form == "MiB" else format(value, form)
+    if form == "MiB":
+        form, value = ",.1f" if 0 < abs(value) < 100 * MIB else ",.0f", value / MIB
+    return format(value, form)
 
 
 def table(title: str, columns: Mapping[str, Column], records: Iterable[Record], as_markdown: bool = False) -> Table:

@@ -7,18 +7,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.flags import add_flags, input_file, new_parser, positive
 from benchmarks.frontends.settings import TINY, Shape, add_model_flags, default_layers
+from benchmarks.tables import Record
 
 from .report import plot, print_length
 
 _PACKAGES = ("torch", "transformers")
-_FIRST = ("none", "all")
-"""The ends between which budgets are."""
+_ENDS = ("none", "all")
+"""The first turns: budgets are between them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,19 +73,15 @@ def run(settings: argparse.Namespace) -> int:
 
     begin = time.perf_counter()
     name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
-    lengths: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"run": {**provenance(_PACKAGES), "device": name}, "lengths": lengths}
-
-    def write() -> None:
-        found["run"]["seconds"] = time.perf_counter() - begin
-        if settings.json:
-            settings.json.write_text(json.dumps(found, indent=1) + "\n")
-
+    lengths: list[Record] = []
+    found: Record = {"run": {**provenance(_PACKAGES), "device": name}, "lengths": lengths}
     for index, shape in enumerate(settings.shapes):
         left = settings.seconds - (time.perf_counter() - begin)
         lengths.append({"seq": shape.seq, "layers": shape.layers, "turns": [], "left_out": []})
-        deadline = time.perf_counter() + left / (len(settings.shapes) - index)
-        _measure(settings, shape, lengths[-1], deadline, write)
+        for _ in _measure(settings, shape, lengths[-1], left / (len(settings.shapes) - index)):
+            found["run"]["seconds"] = time.perf_counter() - begin
+            if settings.json:
+                settings.json.write_text(json.dumps(found, indent=1) + "\n")
     for length in lengths:
         print_length(length, settings.markdown)
     if settings.plot:
@@ -92,39 +89,30 @@ def run(settings: argparse.Namespace) -> int:
     return int(any(turn["failure"] for length in lengths for turn in length["turns"] if turn["budget_bytes"]))
 
 
-def _measure(
-    settings: argparse.Namespace, shape: Shape, length: dict[str, Any], deadline: float, write: Callable[[], None]
-) -> None:
+def _measure(settings: argparse.Namespace, shape: Shape, length: Record, seconds: float) -> Iterator[None]:
+    """Take the turns of a length, none later than after `seconds`; yield after each."""
     from tqdm import tqdm
 
-    from .by_hand import layers, settings_by_hand
-    from .measure import TrainedWorkload, Turns
+    from .turns import TrainedWorkload, Turns
 
-    workload = TrainedWorkload(shape, settings.device)
-    turns = Turns(workload, settings.warmup, settings.iters)
-    by_hand = settings_by_hand(settings.device, workload)
-    with tqdm(total=len(by_hand) + settings.budgets, unit="turn", desc=f"{shape.seq:,} tokens") as bar:
-
-        def take(name: str, nbytes: int | None) -> dict[str, Any]:
+    deadline = time.perf_counter() + seconds
+    turns = Turns(TrainedWorkload(shape, settings.device), settings.warmup, settings.iters)
+    waiting: list[tuple[str, int | None]] = [(name, None) for name in turns.by_hand]
+    with tqdm(total=len(waiting) + settings.budgets, unit="turn", desc=f"{shape.seq:,} tokens") as bar:
+        while waiting:
+            name, nbytes = waiting.pop(0)
             bar.set_postfix_str(name)
-            attach = by_hand[name] if nbytes is None else layers(settings.device, gpu_budget=nbytes)
             # What a failure leaves behind would count as memory of the next one.
-            is_over = time.perf_counter() > deadline or any(turn["failure"] for turn in length["turns"])
-            found = {"failure": "left out"} if is_over else turns.run(name, attach, nbytes)
-            length["left_out" if is_over else "turns"].append(name if is_over else found)
-            write()
+            if time.perf_counter() > deadline or any(turn["failure"] for turn in length["turns"]):
+                length["left_out"].append(name)
+            else:
+                length["turns"].append(turns.run(name, nbytes))
+            yield
             bar.update()
-            return found
-
-        ends = [take(name, None) for name in _FIRST]
-        rest: list[tuple[str, int | None]] = [(name, None) for name in by_hand if name not in _FIRST]
-        budgets: list[tuple[str, int | None]] = []
-        if not any(end["failure"] for end in ends):
-            most, least = (end["held_bytes"] for end in ends)
-            sizes = budgets_between(least, most, settings.budgets)
-            budgets = [(f"budget {nbytes >> 20:,} MiB", nbytes) for nbytes in sizes]
-        for name, nbytes in alternately(budgets, rest):
-            take(name, nbytes)
+            if name == _ENDS[-1] and not length["left_out"] and not any(turn["failure"] for turn in length["turns"]):
+                most, least = (turn["held_bytes"] for turn in length["turns"])
+                sizes = budgets_between(least, most, settings.budgets)
+                waiting = alternately([(f"budget {nbytes >> 20:,} MiB", nbytes) for nbytes in sizes], waiting)
 
 
 def budgets_between(least: int, most: int, num: int) -> list[int]:

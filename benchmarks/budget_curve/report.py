@@ -25,31 +25,19 @@ TITLES: Final = {
 }
 """Of the settings made by hand. In this order they take their turns."""
 _MARKERS = "sD^v<>PX*hp"
-
-
-def _mib(name: str) -> Column:
-    """Make a column of bytes, with a decimal where the model is tiny."""
-
-    def cell(turn: Record) -> str:
-        nbytes = turn.get(name)
-        return "" if nbytes is None else f"{nbytes / MIB:,.{0 if nbytes >= GIB else 1}f}"
-
-    return cell
-
-
 _COLUMNS: dict[str, Column] = {
     "setting": lambda turn: turn["setting"] + (f": {turn['failure']}" if turn["failure"] else ""),
-    "held MiB": _mib("held_bytes"),
-    "reserved": _mib("reserved_bytes"),
-    "moved": _mib("moved_bytes"),
-    "recomputed": _mib("recomputed_bytes"),
+    "held MiB": ("held_bytes", "MiB"),
+    "reserved": ("reserved_bytes", "MiB"),
+    "moved": ("moved_bytes", "MiB"),
+    "recomputed": ("recomputed_bytes", "MiB"),
     "ms": ("median_ms", ",.1f"),
     "over none": ("ratio", ".4f"),
     "best by hand that fits": "best",
     "over it": ("over_best", ".4f"),
-    "predicted MiB: first": _mib("first_predicted_bytes"),
-    "its step held": _mib("first_held_bytes"),
-    "last": _mib("predicted_bytes"),
+    "predicted MiB: first": ("first_predicted_bytes", "MiB"),
+    "its step held": ("first_held_bytes", "MiB"),
+    "last": ("predicted_bytes", "MiB"),
     "predicted ms": ("predicted_ms", ",.1f"),
     "steps": ("steps_until_held", ""),
     "host ms": ("host_ms", ",.0f"),

@@ -27,45 +27,34 @@ class Search:
     """
 
     def __init__(self, guess: int, unit: int, upper: int) -> None:
-        self._unit, self._stride = unit, max(1, guess // unit // 64)
-        self._low, self._high = 1, max(1, upper // unit) + 1
-        self._has_stepped = self._has_failed = False
-        self._next = self._between(guess // unit)
-
-    @property
-    def trained(self) -> int:
-        return self._low * self._unit
-
-    @property
-    def failed(self) -> int | None:
-        """Return the shortest length that did not train."""
-        return self._high * self._unit if self._has_failed else None
+        self.trained = unit
+        self.failed: int | None = None
+        """The shortest length that did not train."""
+        self._unit, self._end = unit, (max(1, upper // unit) + 1) * unit
+        self._stride = max(1, guess // unit // 64) * unit
+        self._has_stepped = False
+        self.next_seq = self._between(guess)
 
     @property
     def is_final(self) -> bool:
-        """Return whether the two are one unit apart, or the upper bound was reached."""
-        return self._high - self._low <= 1
-
-    @property
-    def next_seq(self) -> int:
-        """Return the length to try next, if the search is not over."""
-        return self._next * self._unit
+        """Return whether no length is left between the two, or to the upper bound."""
+        return self._end - self.trained <= self._unit
 
     def note(self, trains: bool) -> None:
         """Note the result of `next_seq`."""
         if trains:
-            self._low, self._has_stepped = self._next, True
+            self.trained, self._has_stepped = self.next_seq, True
         else:
-            self._high, self._has_failed = self._next, True
-        if self._has_stepped and self._has_failed:
-            self._next = (self._low + self._high) // 2
+            self._end = self.failed = self.next_seq
+        if self._has_stepped and self.failed:
+            self.next_seq = self._between((self.trained + self._end) // 2)
             return
         # A guess that failed was too high by a little, and what trained before it is short.
-        self._next = self._between(self._low + self._stride if self._has_stepped else self._high - self._stride)
+        self.next_seq = self._between(self.trained + self._stride if self._has_stepped else self._end - self._stride)
         self._stride *= 2
 
-    def _between(self, units: int) -> int:
-        return min(max(units, self._low + 1), self._high - 1)
+    def _between(self, seq: int) -> int:
+        return min(max(seq // self._unit * self._unit, self.trained + self._unit), self._end - self._unit)
 
 
 def predict(one: Trial, other: Trial, device_bytes: int, host_bytes: int, upper: int, stays_on_device: bool) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.records import Records
 from benchmarks.tables import Column, Record, plot_points, shown, table
 
 from .settings import CHECKPOINTED, CONTENDERS, OURS
@@ -16,9 +17,9 @@ from .settings import CHECKPOINTED, CONTENDERS, OURS
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
 
 
-def summarize(records: Sequence[Record]) -> list[Record]:
+def summarize(records: Records) -> list[Record]:
     """Make one record per contender: medians over all turns, the largest peaks, ratios over no offload."""
-    turns = [record for record in records if record["kind"] == "turn"]
+    turns = records.of("turn")
     base = _steps(turn for turn in turns if turn["label"] == "none")
     labels = dict.fromkeys(turn["label"] for turn in turns)
     return [_summary([turn for turn in turns if turn["label"] == label], base) for label in labels]
@@ -110,21 +111,17 @@ _RECORDING: dict[str, Column] = {
 }
 
 
-def tables(title: str, records: Sequence[Record], as_markdown: bool) -> list[Table]:
+def tables(title: str, records: Records, as_markdown: bool) -> list[Table]:
     """Make all tables of these records."""
-
-    def of(kind: str) -> list[Record]:
-        return [record for record in records if record["kind"] == kind]
-
-    summaries = of("summary")
-    bounds = [{**bound, "best_ms": _best(bound["label"] in CHECKPOINTED, summaries)} for bound in of("bound")]
-    longest = sorted(of("longest"), key=lambda one: -one["trained"])
+    summaries = records.of("summary")
+    bounds = [{**bound, "best_ms": _best(bound["label"] in CHECKPOINTED, summaries)} for bound in records.of("bound")]
+    longest = sorted(records.of("longest"), key=lambda one: -one["trained"])
     found: list[tuple[str, dict[str, Column], list[Record]]] = [
         (f"{title}; memory in MiB, peaks of the timed steps", _STEPS, summaries),
         ("the same model, by arithmetic from the saved bytes, the link and the run without offload", _BOUNDS, bounds),
         (f"{title}; the longest sequence that trains, tokens", _LONGEST, longest),
-        (f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", _RECORDING, of("recording")),
-        ("not here", {"contender": _name, "why": "reason"}, of("missing")),
+        (f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", _RECORDING, records.of("recording")),
+        ("not here", {"contender": _name, "why": "reason"}, records.of("missing")),
     ]
     return [table(*one, as_markdown) for one in found]
 
@@ -138,9 +135,9 @@ def _best(is_checkpointed: bool, summaries: Sequence[Record]) -> float | None:
 # ---- plots ----
 
 
-def plot_trade(records: Sequence[Record], file: Path) -> None:
+def plot_trade(records: Records, file: Path) -> None:
     """Plot step time over peak reserved memory, a point for each measured contender: lower left is better."""
-    measured = [record for record in records if record["kind"] == "summary" and record["step_ms_median"]]
+    measured = [record for record in records.of("summary") if record["step_ms_median"]]
     points = []
     for record in sorted(measured, key=lambda record: record["label"] not in OURS):
         label, nbytes = record["label"], record["peak_reserved_bytes"] or 0  # without a GPU no allocator has a peak

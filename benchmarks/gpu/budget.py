@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import Records
 from benchmarks.tables import Column, Record, shown
 
 from .contenders import Ours
@@ -75,12 +76,11 @@ def held_bytes(turn: Mapping[str, Any]) -> int:
     return int(turn["peak_reserved_bytes"] + turn.get("outside_bytes", 0))
 
 
-def budgets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
+def budgets(summaries: Sequence[Record], records: Records) -> list[Record]:
     """Make one record for each budget: what was predicted, what was measured, and the best made by hand that fits."""
     turns: dict[str, list[Record]] = {}
-    for record in records:
-        if record["kind"] == "turn":
-            turns.setdefault(record["label"], []).append(record)
+    for record in records.of("turn"):
+        turns.setdefault(record["label"], []).append(record)
     of_label = {summary["label"]: summary for summary in summaries}
     step_ms = {label: summary["step_ms_median"] for label, summary in of_label.items()}
     worst = {label: max(own, key=held_bytes) for label, own in turns.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.records import Records
 from benchmarks.tables import Column, Record, plot_points, shown, table
 
 from .budget import BUDGETS
@@ -28,9 +29,9 @@ def slowest_of_ranks(turns: Iterable[Record], field: str = "step_ms") -> list[li
     return [[max(step) for step in zip(*rounds[number], strict=True)] for number in sorted(rounds)]
 
 
-def summarize(records: Sequence[Record]) -> list[Record]:
+def summarize(records: Records) -> list[Record]:
     """Make one record per contender and rank: medians, falls and ratios against no offload on the same rank."""
-    turns = [record for record in records if record["kind"] == "turn"]
+    turns = records.of("turn")
     base = [turn for turn in turns if turn["contender"] == "none"]
     found = []
     for label in dict.fromkeys(turn["label"] for turn in turns):
@@ -40,7 +41,7 @@ def summarize(records: Sequence[Record]) -> list[Record]:
         for rank in sorted({turn["rank"] for turn in own}):
             mine, parities, unloaded = (
                 [record for record in some if record["rank"] == rank]
-                for some in (own, (r for r in records if r["kind"] == "parity" and r["label"] == label), base)
+                for some in (own, (r for r in records.of("parity") if r["label"] == label), base)
             )
             found.append(times | _memory(mine, unloaded) | _parity(mine, parities))
     return found
@@ -158,13 +159,9 @@ _MACHINE: dict[str, Column] = {
 }
 
 
-def tables(title: str, records: Sequence[Record]) -> list[Table]:
+def tables(title: str, records: Records) -> list[Table]:
     """Return all tables for the end of a run."""
-
-    def of(*kinds: str) -> list[Record]:
-        return [record for record in records if record["kind"] in kinds]
-
-    summaries = of("summary")
+    of, summaries = records.of, records.of("summary")
     by_rank = sorted(summaries, key=lambda s: s["rank"])
     return [
         table(f"{title}: step time, slowest rank", _TIMES, {s["label"]: s for s in reversed(summaries)}.values()),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.flags import add_flags, assignment, new_parser, output_file, positive, refuse, words
-from benchmarks.gpu.settings import LATENTS, SETUPS, Shape
+from benchmarks.gpu.settings import LATENTS, SETUPS, Entry, Shape
 
 CONTENDERS = ("none", "ours", "taken-over", "incumbent")
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -43,27 +43,11 @@ _RECIPES = {
 }
 
 
-class Contender(NamedTuple):
-    """One way to run the step."""
-
-    kind: str
-    settings: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def label(self) -> str:
-        settings = ",".join(f"{name}={value}" for name, value in self.settings)
-        return f"{self.kind}@{settings}" if settings else self.kind
-
-    @property
-    def engine(self) -> dict[str, Any]:
-        """Return the settings of the engine that it gives to `apply`."""
-        return {} if self.kind in _INCUMBENTS_SETTINGS else dict(self.settings)
-
-
 class Job(NamedTuple):
     """What one process does."""
 
-    contender: Contender
+    contender: Entry
+    """Its kind, and behind the @ its settings."""
     graphs: str
     scopes: tuple[str, ...]
     shape: Shape
@@ -87,7 +71,7 @@ class Job(NamedTuple):
         if self.contender.kind in _INCUMBENTS_SETTINGS:
             fields |= {"fine_grained_activation_offloading": True, "offload_modules": list(self.modules)}
             fields |= {"delay_offload_until_cuda_graph": True} if self.graphs == "layers" else {}
-            fields |= dict(self.contender.settings)
+            fields |= dict(self.contender.engine)
         return fields
 
 
@@ -122,13 +106,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _contender(text: str) -> Contender:
+def _contender(text: str) -> Entry:
     kind, at, assigned = text.partition("@")
     if kind not in CONTENDERS:
         raise ValueError(f"unknown contender {kind!r}: there are {', '.join(CONTENDERS)}")
     if at and (kind == "none" or not assigned):
         raise ValueError(f"{text}: behind the @ come settings, NAME=VALUE, of a contender that offloads")
-    return Contender(kind, tuple(assignment(word) for word in words(assigned)))
+    return Entry(kind, engine=tuple(assignment(word) for word in words(assigned)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -84,7 +84,7 @@ def _offload(job: Job) -> Iterator[Callable[[], OffloadEngine | None]]:
 
     is_taken_over = kind == "taken-over"
     names = () if is_taken_over else job.modules
-    config = OffloadConfig.from_flags(**job.contender.engine)
+    config = OffloadConfig.from_flags(**({} if is_taken_over else dict(job.contender.engine)))
     with apply(config, modules=names, replace_fine_grained=is_taken_over) as handle:
         yield lambda: handle.engine
 

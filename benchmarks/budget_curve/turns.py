@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One turn of one setting: steps until it is ready, timed steps, what was held, and the bits of its gradients."""
+"""Settings made by hand and budgets, one after the other on one model: what each holds, its time and its gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from typing import Any, Final
 import torch
 
 from benchmarks.apart import describe
+from benchmarks.frontends.contenders import Ours, make_contender, put_layers
 from benchmarks.frontends.jobs import deterministic
-from benchmarks.frontends.workload import Attach, Attached, Workload
+from benchmarks.frontends.link_bound import saved_bytes_per_token
+from benchmarks.frontends.workload import Attach, Attached, Workload, attaching
 from benchmarks.gradients import Fingerprint, compare, fingerprint
+from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers
+
+from .report import TITLES
 
 _MAX_STEPS: Final = 16
 """Until a plan holds."""
@@ -34,7 +39,7 @@ class TrainedWorkload(Workload):
 
 
 class Turns:
-    """Runs settings on one model, one after the other.
+    """Runs settings on one model, one after the other; `by_hand` are those of `TITLES` that can run here.
 
     A setting by hand has `warmup` steps before the `iters` that are timed; a budget as many as it needs for a plan.
     """
@@ -42,11 +47,14 @@ class Turns:
     def __init__(self, workload: Workload, warmup: int, iters: int) -> None:
         self._workload = workload
         self._warmup, self._iters = warmup, iters
+        self._engine: dict[str, Any] = {} if workload.is_cuda else {"min_tensor_bytes": 0, "directory": "none"}
         self._reference: Fingerprint | None = None
+        self.by_hand = self._settings_by_hand()
 
-    def run(self, name: str, attach: Attach, budget_bytes: int | None = None) -> dict[str, Any]:
+    def run(self, name: str, budget_bytes: int | None = None) -> dict[str, Any]:
         """Run one setting; a failure is not raised but recorded. Run none on this model after that."""
         record: dict[str, Any] = {"setting": name, "budget_bytes": budget_bytes, "failure": None}
+        attach = self.by_hand[name] if budget_bytes is None else self._layers(gpu_budget=budget_bytes)
         self._release()
         self._workload.make_gradients()
         try:
@@ -58,17 +66,44 @@ class Turns:
         self._release()
         return record
 
+    def _settings_by_hand(self) -> dict[str, Attach]:
+        """Return them in the order of `TITLES`."""
+        ours = Ours(self._engine, None if self._workload.is_cuda else 4096)
+        num_layers = len(self._workload.layers)
+        saved = saved_bytes_per_token(self._workload.shape) * self._workload.num_tokens * num_layers
+        found = {
+            **{name: make_contender(name, ours, None) for name in ("none", "any_model", "ckpt")},
+            "all": self._layers(policy=LowestPeak()),
+            "layers": self._layers(),
+            "half_layers": self._layers(policy=ResidentLayers(max(2, num_layers // 2))),
+            "layers_ckpt": self._layers(enable_ckpt=True),
+            "every_other": self._layers(every=2),
+            "half_ckpt": self._layers(every=2, enable_ckpt=True),
+            "bytes_1/3": self._layers(policy=ResidentBudget(saved // 3)),
+            "bytes_2/3": self._layers(policy=ResidentBudget(2 * saved // 3)),
+        }
+        if not self._workload.is_cuda:  # only an engine counts what is saved there
+            found["none"] = self._layers(dry_run=True)
+            del found["ckpt"]
+        return {name: found[name] for name in TITLES if name in found}
+
+    def _layers(self, *, enable_ckpt: bool = False, every: int = 1, **settings: Any) -> Attach:
+        """Return `enable_activation_offloading` of each `every`-th layer; `settings` are of `OffloadConfig`."""
+        config, layers = OffloadConfig(**{**self._engine, **settings}), list(self._workload.layers)[::every]
+        return attaching(lambda workload, stack: put_layers(workload, stack, config, enable_ckpt, layers))
+
     def _take(self, attached: Attached, record: dict[str, Any]) -> None:
         budget = None if attached.engine is None else attached.engine.budget
         if budget is None:
             for _ in range(self._warmup):
                 self._workload.timed_step(attached)
         else:
-            record.update(self._plan(attached, budget))
+            record |= self._plan(attached, budget)
         if self._workload.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        steps = [(self._workload.timed_step(attached).step_ms, self._held_bytes(attached)) for _ in range(self._iters)]
-        record |= {"step_ms": [ms for ms, _ in steps], "held_bytes": max(held for _, held in steps)}
+        steps = [self._step(attached) for _ in range(self._iters)]
+        record |= {"step_ms": [step["step_ms"] for step in steps]}
+        record |= {"held_bytes": max(step["held_bytes"] for step in steps)}
         if self._workload.is_cuda:
             record |= {"reserved_bytes": torch.cuda.max_memory_reserved()}
             record |= {"allocated_bytes": torch.cuda.max_memory_allocated()}
@@ -86,29 +121,29 @@ class Turns:
         """Run steps until a plan holds; return what it took, and the first prediction beside its measured step."""
         steps: list[dict[str, Any]] = []
         while budget.state.name != "HOLD" and len(steps) < _MAX_STEPS:
-            step_ms = self._workload.timed_step(attached).step_ms
-            found = {"state": budget.state.name, "step_ms": step_ms, "held_bytes": self._held_bytes(attached)}
-            steps.append(found | _summary(budget))
+            step = self._step(attached)
+            steps.append({"state": budget.state.name, **step, **_summary(budget)})
         first = next((step for step in steps if "predicted_bytes" in step), {})
         return {
             "steps": steps,
             "steps_until_held": sum(step["state"] != "HOLD" for step in steps),
-            "first_predicted_bytes": first.get("predicted_bytes"),
-            "first_held_bytes": first.get("held_bytes"),
+            **{f"first_{name}": first.get(name) for name in ("predicted_bytes", "held_bytes")},
         }
+
+    def _step(self, attached: Attached) -> dict[str, Any]:
+        """Return the time of a step, and what the process held: what torch reserved, and what lies outside of it."""
+        step_ms = self._workload.timed_step(attached).step_ms
+        if not self._workload.is_cuda:
+            return {"step_ms": step_ms, "held_bytes": int(attached.stats().peak_resident_bytes)}
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        return {"step_ms": step_ms, "held_bytes": outside + torch.cuda.max_memory_reserved()}
 
     def _release(self) -> None:
         gc.collect()
         if self._workload.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-    def _held_bytes(self, attached: Attached) -> int:
-        """Return what the process held at the most: what torch reserved, and what lies outside of it."""
-        if not self._workload.is_cuda:
-            return int(attached.stats().peak_resident_bytes)
-        free, total = torch.cuda.mem_get_info()
-        return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
 
 
 def _summary(budget: Any) -> dict[str, Any]:
