@@ -112,9 +112,6 @@ def enable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LayerOfflo
 Enable = Callable[..., LayerOffload]
 
 
-# -- parity -----------------------------------------------------------------------------------------------------------
-
-
 @cache
 def plain_training(kind: str) -> Trace:
     return train(make_decoder(kind))
@@ -162,9 +159,6 @@ def test_checkpoints_around_each_layer_keep_working(
     assert len(calls) == 2  # in forward and in recomputation, not twice there
     assert handle.stats.copied_out_bytes == 3 * BYTES  # inputs of layers, nothing else
     assert ("stay checkpointed by that" in caplog.text) == (is_wrapped and enable_ckpt)
-
-
-# -- what is on the device --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("enable_ckpt", [False, True])
@@ -240,9 +234,6 @@ def test_outside_the_layers_only_tensors_saved_by_a_layer_move(enable: Enable) -
     assert handle.stats.copied_out_bytes == without > 0
     step(model, mask=torch.ones(ROWS, WIDTH, requires_grad=True))  # an activation: y, which it multiplies, is saved too
     assert handle.stats.copied_out_bytes > without
-
-
-# -- training loops of all kinds --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("enable_ckpt", [False, True])
@@ -382,9 +373,6 @@ def test_a_model_compiled_as_a_whole_is_refused(how: str) -> None:
     assert torch.allclose(step(compiled)[0], plain[0])
 
 
-# -- offload that does nothing ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("run", "told"),
     [
@@ -402,9 +390,6 @@ def test_offload_that_does_nothing_says_so_once(
         run(model).backward()
     (record,) = caplog.records
     assert told in record.getMessage()
-
-
-# -- on and off -------------------------------------------------------------------------------------------------------
 
 
 def test_remove_gives_everything_back() -> None:
@@ -452,8 +437,6 @@ def test_the_checkpointing_of_the_model_is_switched_off_and_on_again(caplog: pyt
     assert caplog.text.count("own gradient checkpointing is switched off in 5 modules") == 1
     assert "4 layers, model.layers.0 to model.layers.3, of which the last stays" in caplog.text
 
-
-# -- what is asked for ------------------------------------------------------------------------------------------------
 
 NOT_A_MODULE: Any = ALL
 A_POLICY: Any = GroupWindow(3)

@@ -118,9 +118,6 @@ class _Holder(torch.nn.Module):
         self.layer = layer
 
 
-# ---- what is refused ----
-
-
 NORMS = frozenset(BLOCKS.values())
 """Of a model that has each as a module of its own."""
 

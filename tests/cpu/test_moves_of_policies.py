@@ -115,9 +115,6 @@ class Bench:
         return [group.index for group in self.engine.snapshot().leaving]
 
 
-# ---- releases where a backward follows a forward ----
-
-
 @pytest.mark.parametrize("num_in_tail", [0, 2])
 def test_copy_outs_before_the_tail_are_released_where_the_next_backward_begins(num_in_tail: int) -> None:
     """What the tail copied out itself is left: these copies have just been issued."""
@@ -173,9 +170,6 @@ def test_a_group_of_the_same_name_in_the_last_layer_has_not_had_the_time_of_a_la
     bench.finish()
 
 
-# ---- copy-ins ----
-
-
 @pytest.mark.parametrize("is_used", [True, False])
 def test_copy_ins_are_ahead_until_awaited_or_unused(is_used: bool) -> None:
     """Till then host bytes that they read are lent last."""
@@ -192,9 +186,6 @@ def test_copy_ins_are_ahead_until_awaited_or_unused(is_used: bool) -> None:
     bench.handles.clear()
     assert len(ahead) == 0
     bench.finish()
-
-
-# ---- copy-outs that are delayed ----
 
 
 def do(bench: Bench, chunk: ChunkOffloadHandler, what: str) -> ChunkOffloadHandler:
@@ -338,9 +329,6 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any])
     bench.engine.reset_iteration()
 
 
-# ---- how far ahead groups come back ----
-
-
 @pytest.mark.parametrize(
     ("names", "tail_index", "has_tail_end", "resident"),
     [
@@ -370,9 +358,6 @@ def test_groups_come_back_a_layer_ahead(names: str, tail_index: int, has_tail_en
     assert found == resident
     bench.backward(chunk)
     assert bench.finish() == 1, "the last group, and no other"
-
-
-# ---- a budget of resident bytes, and as few copies as that allows ----
 
 
 def budgeted_step(bench: Bench, num_groups: int) -> None:
@@ -411,9 +396,6 @@ def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> No
         resident.append(bench.resident_groups)
     assert resident == [1, 1, 1, 2, 3, 4]
     bench.finish()
-
-
-# ---- resets, recalls and the ends of forwards ----
 
 
 def test_after_a_reset_there_is_no_tail() -> None:

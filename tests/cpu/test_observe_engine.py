@@ -149,8 +149,6 @@ def test_a_release_is_recorded_with_its_own_bytes_alone() -> None:
     assert [move for _, move in moves_of(engine) if "DROP" in move] == ["DROP 0.0:0 256", "DROP 0.0:1 64"]
 
 
-# ---- reasons ----
-
 Save = Callable[[OffloadEngine, ChunkOffloadHandler], Any]
 
 

@@ -381,8 +381,6 @@ def test_chunks_that_differ_in_more_than_bytes_have_no_plan_until_they_are_equal
     bench.check_planned()
 
 
-# ---- a share of what each chunk saves leaves, in the order of its forward ----
-
 SIZES = [4, 2, 1, 1]  # KiB that the groups of a chunk save
 
 

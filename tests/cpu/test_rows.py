@@ -112,9 +112,6 @@ def test_without_transformer_engine_its_function_stays_none(monkeypatch: pytest.
         assert owner.te_checkpoint is None
 
 
-# ---- layers of experts: what the dispatcher reads goes through the engine of the running step ----
-
-
 class DeviceTensor(torch.Tensor):
     """A tensor that says it is on a GPU, and refuses what would make the host wait for a copy."""
 
@@ -292,9 +289,6 @@ def test_a_dispatcher_keeps_no_graph_behind_its_forward(runner: Any, is_running:
     out = dispatcher.combine_postprocess(hidden)
     assert out.grad_fn is not None and owner.probs.tolist() == [[2.0], [2.0]]
     assert (owner.probs.grad_fn is None) == is_running
-
-
-# ---- the training log ----
 
 
 STATS = IterationStats(num_groups=4, managed_bytes=4 << 30, copied_out_bytes=3 << 30, peak_host_bytes=3 << 30)

@@ -47,8 +47,6 @@ def save(chunk: ChunkOffloadHandler, tensors: Iterable[torch.Tensor], traits: Gr
     return handles
 
 
-# -- forms ------------------------------------------------------------------------------------------------------------
-
 FORMS: dict[str, Callable[[], torch.Tensor]] = {
     "whole": lambda: torch.randn(4, 3, 2),
     "number": lambda: torch.tensor(7.0),
@@ -89,9 +87,6 @@ def test_each_form_comes_back(form: str, is_on_host: bool) -> None:
         del handle, restored
     engine.close()
     assert not engine.device.hazards  # type: ignore[attr-defined]
-
-
-# -- writes in between, and what the version counter does not show -----------------------------------------------------
 
 
 def test_bytes_discarded_in_place_are_not_copied_and_not_returned(engine: OffloadEngine) -> None:
@@ -160,9 +155,6 @@ def test_a_place_covers_what_was_saved_or_split_with_it(
     assert covers(*places) == is_covered
 
 
-# -- parts with version counters of their own -------------------------------------------------------------------------
-
-
 def save_parts(chunk: ChunkOffloadHandler) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the two parts of a tensor, and what one group made of each."""
     parts = torch.unsafe_chunk(torch.rand(SIDE, SIDE, requires_grad=True) * 2, 2)
@@ -226,9 +218,6 @@ def test_several_saves_of_a_storage_do_not_hold_its_bytes() -> None:
         (outputs[0] + outputs[1]).backward()
         del outputs
     engine.close()
-
-
-# -- what ends ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_known_of_allocating_streams_ends_with_the_iteration() -> None:

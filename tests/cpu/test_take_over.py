@@ -137,9 +137,6 @@ def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, appli
         resolve(make(offload_activation=True, **settings), NO_DEFAULTS)
 
 
-# ---- mistakes that would move nothing, or something else than was asked for, without a word ----
-
-
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 
 

@@ -70,9 +70,6 @@ def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-# -- parity ------------------------------------------------------------------------------------------------------------
-
-
 @needs_transformers
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,9 +89,6 @@ def test_language_models_train_to_the_last_bit(
     assert found == train(make_language_model(family, way))
 
 
-# -- where the inputs are ----------------------------------------------------------------------------------------------
-
-
 @needs_transformers
 @pytest.mark.parametrize("way", WAYS)
 def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str) -> None:
@@ -106,9 +100,6 @@ def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str)
         loss = model(random_tokens(0), labels=random_tokens(0)).loss
     assert alive == [[0], *([0, i] for i in range(1, DEPTH)), [DEPTH - 1]]
     loss.backward()
-
-
-# -- what stays as it was ----------------------------------------------------------------------------------------------
 
 
 @needs_transformers
@@ -151,9 +142,6 @@ def test_checkpointing_enabled_anew_is_offloaded_again(wrap: Callable[..., Any])
     assert model.activation_offload.stats is before
     model.activation_offload.remove()
     assert not model.is_gradient_checkpointing
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_checkpointed_is_an_error_that_says_how_to() -> None:
