@@ -17,10 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches._hooks.attach import last_of_each_name  # noqa: E402
-from megatron_patches._model.modules import (
-    MODULES,
-    canonical_names,
-)
+from megatron_patches._model.modules import MODULES, canonical_names
 from megatron_patches._model.sites import BLOCKS, calls_no_parts, find_sites, survey  # noqa: E402  # noqa: E402
 from megatron_patches._model.validate import (  # noqa: E402
     _missing_message,

@@ -285,20 +285,6 @@ def test_write_to_a_sibling_after_the_commit_is_a_new_save() -> None:
     bench.finish()
 
 
-def test_they_count_for_the_horizon() -> None:
-    bench = Bench(AT_ONCE, **AMPLE)
-    chunk = bench.start(FIRST)
-    for _ in range(4):
-        bench.save(chunk, traits=DELAYED)
-    chunk.end_forward()
-    release_all(bench.engine)
-    assert bench.resident_groups == 0
-    bench.begin_backward(chunk)
-    assert bench.resident_groups == 3, "twice the largest ahead"
-    bench.backward(chunk)
-    bench.finish()
-
-
 def test_they_are_issued_before_the_storage_is_taken_from_its_holders() -> None:
     bench = Bench(AT_ONCE, **AMPLE)
     chunk, held = bench.start(FIRST), torch.ones(GROUP_BYTES, dtype=torch.uint8)
@@ -341,13 +327,17 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any])
         ("a b", 7, True, [3, 3]),
     ],
 )
-def test_groups_come_back_a_layer_ahead(names: str, tail_index: int, has_tail_end: bool, resident: list[int]) -> None:
+@pytest.mark.parametrize("may_delay", [False, True])
+def test_groups_come_back_a_layer_ahead(
+    names: str, tail_index: int, has_tail_end: bool, resident: list[int], may_delay: bool
+) -> None:
+    """Those count that were copied out late, too."""
     bench = Bench(AT_ONCE, **AMPLE)
     chunk, block_input = bench.start(FIRST), torch.ones(1, requires_grad=True) if has_tail_end else None
     for layer, name in [(layer, name) for layer in range(4) for name in names.split()]:
         if len(chunk.groups) == tail_index:
             chunk.begin_tail(block_input)
-        bench.save(chunk, name, GroupTraits(layer=layer))
+        bench.save(chunk, name, GroupTraits(layer=layer, may_delay=may_delay))
     chunk.end_forward()
     release_all(bench.engine)
     bench.begin_backward(chunk)
@@ -409,18 +399,6 @@ def test_after_a_reset_there_is_no_tail() -> None:
     bench.forward(FIRST)
     bench.forward(SECOND).begin_backward()
     assert bench.resident_groups == 2 * NUM_GROUPS
-    bench.finish()
-
-
-def test_groups_of_the_chunk_itself_stay_for_its_backward() -> None:
-    bench = Bench()
-    bench.forward(FIRST)
-    second = bench.forward(SECOND)
-    bench.begin_backward(second)
-    copied_in = bench.engine.stats.copied_in_bytes
-    for index in (NUM_GROUPS - 1, NUM_GROUPS - 2):
-        second.tensor_pop(bench.handles[second][index])
-    assert bench.engine.stats.copied_in_bytes == copied_in  # the last two were recalled
     bench.finish()
 
 

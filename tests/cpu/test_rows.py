@@ -25,17 +25,10 @@ from megatron_patches._hooks.module_hooks import ModuleHooks  # noqa: E402
 from megatron_patches._rows.host_reads import HostReads, select  # noqa: E402
 from megatron_patches._rows.moe import moe_rows, multihot  # noqa: E402
 from megatron_patches._rows.recompute import recompute_rows  # noqa: E402
-from megatron_patches._rows.registry import (  # noqa: E402
-    Patch,
-    apply_patches,
-)
+from megatron_patches._rows.registry import Patch, apply_patches  # noqa: E402
 from megatron_patches._training_log import TrainingLog  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import (  # noqa: E402
-    IterationStats,
-    OffloadConfig,
-    OffloadEngine,
-)
+from offload_engine import IterationStats, OffloadConfig, OffloadEngine  # noqa: E402
 from offload_engine.stats import StepTimes  # noqa: E402
 from tests.graph_device import GraphDevice, GraphWithoutReplay  # noqa: E402
 

@@ -503,22 +503,15 @@ def test_parity(
     assert not activations.engine.has_saved and activations.engine.pool.num_leases == 0
 
 
-def managed_tensors(activations: ManagedActivations, forward: Callable[[], torch.Tensor]) -> float:
-    """Return the bytes that `forward` saved and the engine took charge of, in tensors of `batch()`."""
-    with activations:
-        loss = forward()
-    managed = activations.stats.managed_bytes
-    loss.backward()
-    return managed / TENSOR_BYTES
-
-
 @pytest.mark.parametrize("is_module", [True, False])
 def test_buffers_stay_where_the_model_is_given(device: AdversarialDevice, is_module: bool) -> None:
     model, x = nn.Module(), torch.randn(ROWS, WIDTH, requires_grad=True)
     model.register_buffer("scale", scale := torch.randn(ROWS, WIDTH))
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
-    known = manage_activations(model if is_module else model.buffers(), engine=engine)
-    assert managed_tensors(known, lambda: (x * scale).sum()) == 0
+    with manage_activations(model if is_module else model.buffers(), engine=engine) as known:
+        loss = (x * scale).sum()
+    assert known.stats.managed_bytes == 0
+    loss.backward()
     known.close()
 
 

@@ -18,10 +18,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
-from megatron.core.transformer.transformer_config import (  # noqa: E402
-    MLATransformerConfig,
-    TransformerConfig,
-)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from megatron_patches import Handle, add_offload_arguments, apply  # noqa: E402  # noqa: E402
 from megatron_patches import __main__ as launcher  # noqa: E402

@@ -14,13 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_engine import (
-    GroupWindow,
-    OffloadConfig,
-    OffloadEngine,
-    WrapperHandle,
-    offload_wrapper,
-)
+from offload_engine import GroupWindow, OffloadConfig, OffloadEngine, WrapperHandle, offload_wrapper
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import (
-    ChunkOffloadHandler,
-    GroupTraits,
-    OffloadConfig,
-    OffloadEngine,
-    ResidencyMeter,
-)
+from offload_engine import ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine, ResidencyMeter
 from offload_engine._compat.reads import read_plain
 from offload_engine._saved.places import overlaps
 from tests.adversarial import AdversarialDevice
