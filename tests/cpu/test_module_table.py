@@ -121,19 +121,11 @@ NORMS = frozenset(BLOCKS.values())
 
 def config(**settings: Any) -> SimpleNamespace:
     defaults = {
-        "num_layers": 8,
-        "hidden_size": 64,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "sequence_parallel": False,
-        "bf16": False,
-        "fp16": False,
-        "recompute_granularity": None,
-        "recompute_modules": ["core_attn"],
-        "recompute_method": None,
-        "recompute_num_layers": None,
+        **{"num_layers": 8, "hidden_size": 64, "recompute_modules": ["core_attn"]},
+        **dict.fromkeys(("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"), 2),
+        **dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size"), 1),
+        **dict.fromkeys(("sequence_parallel", "bf16", "fp16"), False),
+        **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")),
     }
     return SimpleNamespace(**{**defaults, **settings})
 

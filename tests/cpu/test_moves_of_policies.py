@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When groups leave, are released and return, under the policies that follow no plan.
-
-Which copies are made at which boundary is compared with the planner's by test_planner.py. Here is what no plan
-has: releases, by the count of resident bytes; copy-outs that are delayed until the host has launched the kernels that
-the device waits for; what is recalled; and budgets of resident bytes.
-"""
+"""When groups leave, are released and return without a plan, beside the copies that test_planner.py compares."""
 
 from __future__ import annotations
 
@@ -37,10 +32,7 @@ DELAYED = GroupTraits(may_delay=True)
 
 
 class Bench:
-    """Chunks of equal groups, and copies that complete when they are awaited or `device.synchronize_all()` is called.
-
-    Two groups make a layer.
-    """
+    """Chunks of equal groups, two a layer, and copies that complete when they are awaited or all are synchronized."""
 
     def __init__(
         self, order: str | None = TWO, device: type[AdversarialDevice] = AdversarialDevice, **settings: Any

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step of the real engine: its record is what the counters say, on any device, and costs no result.
-
-Each reason why a saved tensor moved or stayed is in it, and profiles show the moves.
-"""
+"""A recorded step of the real engine: its record is what the counters say, and costs no result; ranges in profiles."""
 
 from __future__ import annotations
 

@@ -116,29 +116,23 @@ def _with_a_shared_module(has_head: bool) -> ChunkShape:
     return ChunkShape((first, mlp, attention, last), num_layers=1 << 30, has_head=has_head)
 
 
+def _two_layers(has_head: bool) -> ChunkShape:
+    return chunk_shape(DENSE, 2, has_head)
+
+
+ONE, TWO, VIRTUAL = Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4)
+WITH_BUDGET = (Shape(1, None, 4), TWO, VIRTUAL, Shape(2, 2, 6, overlap=True))
 PLANS = [
     *(Golden(shape) for shape in GOLDEN),
-    *(
-        Golden(shape, "recompute", _inputs_of_checkpoints)
-        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))
-    ),
-    *(
-        Golden(shape, "layer", lambda has_head: chunk_shape(DENSE, 1, has_head))
-        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(4, 2, 8))
-    ),
-    *(Golden(shape, "headless", lambda _: chunk_shape(DENSE, 2)) for shape in (Shape(1, None, 4), Shape(2, 2, 4))),
-    *(
-        Golden(shape, "single", lambda has_head: chunk_shape(("mlp_fc1",), 3, has_head))
-        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))
-    ),
-    *(Golden(shape, "experts", _experts) for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))),
-    *(Golden(shape, "shared", _with_a_shared_module) for shape in (Shape(1, None, 1), Shape(2, None, 5))),
-    *(
-        Golden(shape, "budget", lambda has_head: chunk_shape(DENSE, 2, has_head), Bounds(resident_bytes=1000 * MIB))
-        for shape in (Shape(1, None, 4), Shape(2, None, 5), Shape(2, 2, 4), Shape(2, 2, 6, overlap=True))
-    ),
-    Golden(Shape(2, 2, 4), "horizon", lambda h: chunk_shape(DENSE, 2, h), Bounds(horizon_bytes=1000 * MIB)),
-    Golden(Shape(2, 2, 4), "inflight", lambda h: chunk_shape(DENSE, 2, h), Bounds(max_inflight_bytes=1000 * MIB)),
+    *(Golden(shape, "recompute", _inputs_of_checkpoints) for shape in (ONE, TWO, VIRTUAL)),
+    *(Golden(shape, "layer", lambda head: chunk_shape(DENSE, 1, head)) for shape in (ONE, TWO, Shape(4, 2, 8))),
+    *(Golden(shape, "headless", lambda _: _two_layers(False)) for shape in (Shape(1, None, 4), VIRTUAL)),
+    *(Golden(shape, "single", lambda head: chunk_shape(("mlp_fc1",), 3, head)) for shape in (ONE, TWO, VIRTUAL)),
+    *(Golden(shape, "experts", _experts) for shape in (ONE, TWO, VIRTUAL)),
+    *(Golden(shape, "shared", _with_a_shared_module) for shape in (ONE, TWO)),
+    *(Golden(shape, "budget", _two_layers, Bounds(resident_bytes=1000 * MIB)) for shape in WITH_BUDGET),
+    Golden(VIRTUAL, "horizon", _two_layers, Bounds(horizon_bytes=1000 * MIB)),
+    Golden(VIRTUAL, "inflight", _two_layers, Bounds(max_inflight_bytes=1000 * MIB)),
 ]
 
 

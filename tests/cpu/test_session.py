@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Session`, its iterations and groups, and `manage_activations`: to the last bit as without it.
-
-Also where a graph is kept while steps go on, and where a forward is inside another one.
-"""
+"""`Session`, its groups, kept graphs, nested forwards, and `manage_activations`: to the last bit as without it."""
 
 from __future__ import annotations
 

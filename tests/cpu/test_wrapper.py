@@ -96,17 +96,6 @@ def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str)
     loss.backward()
 
 
-@needs_transformers
-def test_the_model_is_the_same_model() -> None:
-    model = make_language_model("llama", "transformers")
-    keys, functions = list(model.state_dict()), [layer._gradient_checkpointing_func for layer in model.model.layers]
-    wrapped = offload_wrapper(model, config=PLAIN)
-    assert wrapped is model and list(wrapped.state_dict()) == keys
-    wrapped.activation_offload.remove()
-    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
-    assert not hasattr(model, "activation_offload") and not model._forward_pre_hooks
-
-
 def test_a_copy_of_the_model_is_checkpointed_without_offload(wrap: Callable[..., Any]) -> None:
     model, file = wrap(make_stack()), io.BytesIO()
     expected = step(model)
@@ -124,8 +113,14 @@ def test_a_copy_of_the_model_is_checkpointed_without_offload(wrap: Callable[...,
 @needs_transformers
 def test_checkpointing_enabled_anew_is_offloaded_again(wrap: Callable[..., Any]) -> None:
     """As transformers' Trainer does when it starts; and while it is disabled there is nothing to offload."""
-    model = wrap(make_language_model("llama", "transformers"))
-    tokens = random_tokens(0)
+    own, tokens = make_language_model("llama", "transformers"), random_tokens(0)
+    keys, functions = list(own.state_dict()), [layer._gradient_checkpointing_func for layer in own.model.layers]
+    model = offload_wrapper(own, config=PLAIN)
+    assert model is own and list(model.state_dict()) == keys
+    model.activation_offload.remove()
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+    assert not hasattr(model, "activation_offload") and not model._forward_pre_hooks
+    model = wrap(model)
     for is_reentrant in (True, False):
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
         model(tokens, labels=tokens).loss.backward()
