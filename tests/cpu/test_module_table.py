@@ -17,10 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches._hooks.attach import last_of_each_name  # noqa: E402
-from megatron_patches._model.modules import (
-    MODULES,
-    canonical_names,
-)
+from megatron_patches._model.modules import MODULES, canonical_names
 from megatron_patches._model.sites import BLOCKS, calls_no_parts, find_sites, survey  # noqa: E402  # noqa: E402
 from megatron_patches._model.validate import (  # noqa: E402
     _missing_message,
@@ -118,28 +115,17 @@ class _Holder(torch.nn.Module):
         self.layer = layer
 
 
-# ---- what is refused ----
-
-
 NORMS = frozenset(BLOCKS.values())
 """Of a model that has each as a module of its own."""
 
 
 def config(**settings: Any) -> SimpleNamespace:
     defaults = {
-        "num_layers": 8,
-        "hidden_size": 64,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "sequence_parallel": False,
-        "bf16": False,
-        "fp16": False,
-        "recompute_granularity": None,
-        "recompute_modules": ["core_attn"],
-        "recompute_method": None,
-        "recompute_num_layers": None,
+        **{"num_layers": 8, "hidden_size": 64, "recompute_modules": ["core_attn"]},
+        **dict.fromkeys(("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"), 2),
+        **dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size"), 1),
+        **dict.fromkeys(("sequence_parallel", "bf16", "fp16"), False),
+        **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")),
     }
     return SimpleNamespace(**{**defaults, **settings})
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When groups leave, are released and return, under the policies that follow no plan.
-
-Which copies are made at which boundary is compared with the planner's by test_planner.py. Here is what no plan
-has: releases, by the count of resident bytes; copy-outs that are delayed until the host has launched the kernels that
-the device waits for; what is recalled; and budgets of resident bytes.
-"""
+"""When groups leave, are released and return without a plan, beside the copies that test_planner.py compares."""
 
 from __future__ import annotations
 
@@ -37,10 +32,7 @@ DELAYED = GroupTraits(may_delay=True)
 
 
 class Bench:
-    """Chunks of equal groups, and copies that complete when they are awaited or `device.synchronize_all()` is called.
-
-    Two groups make a layer.
-    """
+    """Chunks of equal groups, two a layer, and copies that complete when they are awaited or all are synchronized."""
 
     def __init__(
         self, order: str | None = TWO, device: type[AdversarialDevice] = AdversarialDevice, **settings: Any
@@ -115,9 +107,6 @@ class Bench:
         return [group.index for group in self.engine.snapshot().leaving]
 
 
-# ---- releases where a backward follows a forward ----
-
-
 @pytest.mark.parametrize("num_in_tail", [0, 2])
 def test_copy_outs_before_the_tail_are_released_where_the_next_backward_begins(num_in_tail: int) -> None:
     """What the tail copied out itself is left: these copies have just been issued."""
@@ -173,9 +162,6 @@ def test_a_group_of_the_same_name_in_the_last_layer_has_not_had_the_time_of_a_la
     bench.finish()
 
 
-# ---- copy-ins ----
-
-
 @pytest.mark.parametrize("is_used", [True, False])
 def test_copy_ins_are_ahead_until_awaited_or_unused(is_used: bool) -> None:
     """Till then host bytes that they read are lent last."""
@@ -192,9 +178,6 @@ def test_copy_ins_are_ahead_until_awaited_or_unused(is_used: bool) -> None:
     bench.handles.clear()
     assert len(ahead) == 0
     bench.finish()
-
-
-# ---- copy-outs that are delayed ----
 
 
 def do(bench: Bench, chunk: ChunkOffloadHandler, what: str) -> ChunkOffloadHandler:
@@ -294,20 +277,6 @@ def test_write_to_a_sibling_after_the_commit_is_a_new_save() -> None:
     bench.finish()
 
 
-def test_they_count_for_the_horizon() -> None:
-    bench = Bench(AT_ONCE, **AMPLE)
-    chunk = bench.start(FIRST)
-    for _ in range(4):
-        bench.save(chunk, traits=DELAYED)
-    chunk.end_forward()
-    release_all(bench.engine)
-    assert bench.resident_groups == 0
-    bench.begin_backward(chunk)
-    assert bench.resident_groups == 3, "twice the largest ahead"
-    bench.backward(chunk)
-    bench.finish()
-
-
 def test_they_are_issued_before_the_storage_is_taken_from_its_holders() -> None:
     bench = Bench(AT_ONCE, **AMPLE)
     chunk, held = bench.start(FIRST), torch.ones(GROUP_BYTES, dtype=torch.uint8)
@@ -338,9 +307,6 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any])
     bench.engine.reset_iteration()
 
 
-# ---- how far ahead groups come back ----
-
-
 @pytest.mark.parametrize(
     ("names", "tail_index", "has_tail_end", "resident"),
     [
@@ -353,13 +319,17 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any])
         ("a b", 7, True, [3, 3]),
     ],
 )
-def test_groups_come_back_a_layer_ahead(names: str, tail_index: int, has_tail_end: bool, resident: list[int]) -> None:
+@pytest.mark.parametrize("may_delay", [False, True])
+def test_groups_come_back_a_layer_ahead(
+    names: str, tail_index: int, has_tail_end: bool, resident: list[int], may_delay: bool
+) -> None:
+    """Those count that were copied out late, too."""
     bench = Bench(AT_ONCE, **AMPLE)
     chunk, block_input = bench.start(FIRST), torch.ones(1, requires_grad=True) if has_tail_end else None
     for layer, name in [(layer, name) for layer in range(4) for name in names.split()]:
         if len(chunk.groups) == tail_index:
             chunk.begin_tail(block_input)
-        bench.save(chunk, name, GroupTraits(layer=layer))
+        bench.save(chunk, name, GroupTraits(layer=layer, may_delay=may_delay))
     chunk.end_forward()
     release_all(bench.engine)
     bench.begin_backward(chunk)
@@ -370,9 +340,6 @@ def test_groups_come_back_a_layer_ahead(names: str, tail_index: int, has_tail_en
     assert found == resident
     bench.backward(chunk)
     assert bench.finish() == 1, "the last group, and no other"
-
-
-# ---- a budget of resident bytes, and as few copies as that allows ----
 
 
 def budgeted_step(bench: Bench, num_groups: int) -> None:
@@ -413,9 +380,6 @@ def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> No
     bench.finish()
 
 
-# ---- resets, recalls and the ends of forwards ----
-
-
 def test_after_a_reset_there_is_no_tail() -> None:
     bench = Bench(horizon_bytes=0)
     bench.engine._executor.leaving.largest_bytes = 1 << 20  # so that nothing is released before the backward
@@ -427,18 +391,6 @@ def test_after_a_reset_there_is_no_tail() -> None:
     bench.forward(FIRST)
     bench.forward(SECOND).begin_backward()
     assert bench.resident_groups == 2 * NUM_GROUPS
-    bench.finish()
-
-
-def test_groups_of_the_chunk_itself_stay_for_its_backward() -> None:
-    bench = Bench()
-    bench.forward(FIRST)
-    second = bench.forward(SECOND)
-    bench.begin_backward(second)
-    copied_in = bench.engine.stats.copied_in_bytes
-    for index in (NUM_GROUPS - 1, NUM_GROUPS - 2):
-        second.tensor_pop(bench.handles[second][index])
-    assert bench.engine.stats.copied_in_bytes == copied_in  # the last two were recalled
     bench.finish()
 
 

@@ -155,9 +155,6 @@ def test_real_processes_see_each_other() -> None:
         assert 0 < share < available_host_bytes() / 2  # a third, less what it holds
 
 
-# ---- pinned slabs ----
-
-
 MIB = 1 << 20
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step of the real engine: its record is what the counters say, on any device, and costs no result.
-
-Each reason why a saved tensor moved or stayed is in it, and profiles show the moves.
-"""
+"""A recorded step of the real engine: its record is what the counters say, and costs no result; ranges in profiles."""
 
 from __future__ import annotations
 
@@ -35,9 +32,6 @@ from offload_engine._observe.record import Awaited, StepRecord
 from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
-from tests.checkpointed import (
-    first_recomputation,  # noqa: F401 (a fixture)
-)
 
 AT_ONCE = FixedBounds(max_inflight_bytes=0)
 LATE = FixedBounds(max_inflight_bytes=1 << 30)
@@ -96,13 +90,6 @@ def test_the_record_agrees_with_the_counters(make_device: Callable[[], Any], tmp
     assert read_records(tmp_path / "step1.json.gz") == [record] and len(list(tmp_path.iterdir())) == 1
 
 
-def save(chunk: ChunkOffloadHandler, *tensors: torch.Tensor, **traits: bool) -> tuple[Any, list[Any]]:
-    """Save tensors in one group; return it, and their handles."""
-    chunk.open_group("attention", GroupTraits(**traits))
-    handles = [chunk.tensor_push(tensor) for tensor in tensors]
-    return chunk.close_group(), handles
-
-
 def recording_engine(**settings: Any) -> OffloadEngine:
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), AdversarialDevice())
     engine.record()
@@ -118,7 +105,7 @@ def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> Non
     engine = recording_engine()
     with engine.iteration():
         chunk = engine.start_chunk()
-        _, handles = save(chunk, torch.ones(64), keep=True)
+        handles = in_group(chunk, torch.ones(64), keep=True)
         assert engine.stats.num_kept_groups == 1
         for _ in range(2):
             chunk.offload_kept_groups("attention")
@@ -153,80 +140,81 @@ def test_a_release_is_recorded_with_its_own_bytes_alone() -> None:
     engine, shared, own = recording_engine(policy=AT_ONCE), torch.zeros(64), torch.zeros(16)
     with engine.iteration():
         chunk = engine.start_chunk()
-        handles = [save(chunk, shared), save(chunk, shared, own)]
+        handles = [in_group(chunk, shared), in_group(chunk, shared, own)]
         chunk.end_forward()
         del handles
     assert [move for _, move in moves_of(engine) if "DROP" in move] == ["DROP 0.0:0 256", "DROP 0.0:1 64"]
 
 
-# ---- reasons ----
-
 Save = Callable[[OffloadEngine, ChunkOffloadHandler], Any]
 
 
-def in_group(tensor: torch.Tensor, chunk: ChunkOffloadHandler, *, keep: bool = False, writes: bool = False) -> Any:
+def in_group(chunk: ChunkOffloadHandler, *tensors: torch.Tensor, keep: bool = False, writes: bool = False) -> list[Any]:
+    """Save tensors in one group; return their handles."""
     chunk.open_group("attention", GroupTraits(keep=keep))
-    handle = chunk.hooks.pack(tensor)
+    handles = [chunk.hooks.pack(tensor) for tensor in tensors]
     if writes:
-        tensor.add_(1)
+        tensors[0].add_(1)
     chunk.close_group()
-    return handle
+    return handles
 
 
 def moved(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
-    return in_group(torch.ones(NUMEL), chunk)
+    return in_group(chunk, torch.ones(NUMEL))
 
 
 def recalled(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
-    handle = moved(engine, chunk)
+    handles = moved(engine, chunk)
     chunk.recall_groups()
-    return handle
+    return handles
 
 
 def held_by_more_than_declared(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
     tensor = torch.ones(NUMEL)
-    other = tensor.detach()
-    handle = in_group(tensor, chunk)
+    held = in_group(chunk, tensor), tensor, tensor.detach()
     engine.held_elsewhere(tensor)
-    return handle, tensor, other
+    return held
 
 
 def modified_behind_its_commit(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
-    tensor = torch.ones(NUMEL)
-    handle = in_group(tensor, chunk)
+    handles = in_group(chunk, tensor := torch.ones(NUMEL))
     tensor.add_(1)
-    return handle
+    return handles
 
 
 def excluded(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
-    tensor = torch.ones(NUMEL)
-    engine.exclude(tensor)
-    return in_group(tensor, chunk)
+    engine.exclude(tensor := torch.ones(NUMEL))
+    return in_group(chunk, tensor)
+
+
+def reject(tensor: torch.Tensor) -> bool:
+    return False
 
 
 CASES: list[tuple[Save, Reason, dict[str, Any]]] = [
     (moved, Reason.MOVED, {}),
     (recalled, Reason.RECALLED, {"policy": LATE}),
-    (lambda engine, chunk: in_group(torch.ones(NUMEL), chunk, keep=True), Reason.KEPT, {}),
+    (lambda engine, chunk: in_group(chunk, torch.ones(NUMEL), keep=True), Reason.KEPT, {}),
     (moved, Reason.FITS, {"policy": ResidentBudget(1 << 30)}),
     (moved, Reason.DRY_RUN, {"dry_run": True}),
     (moved, Reason.NO_ROOM, {"host_limit_bytes": 2 * NUMEL, "min_tensor_bytes": NUMEL}),
     (lambda engine, chunk: chunk.hooks.pack_ungrouped(torch.ones(NUMEL)), Reason.NOT_ASKED, {}),
     (held_by_more_than_declared, Reason.SHARED, {"policy": LATE}),
-    (lambda engine, chunk: in_group(torch.ones(NUMEL), chunk, writes=True), Reason.MODIFIED, {}),
+    (lambda engine, chunk: in_group(chunk, torch.ones(NUMEL), writes=True), Reason.MODIFIED, {}),
     (modified_behind_its_commit, Reason.MODIFIED, {"policy": LATE}),
     (excluded, Reason.EXCLUDED, {}),
+    (moved, Reason.EXCLUDED, {"checker": reject}),
 ]
 
 
-def record_of(save: Save, **settings: Any) -> StepRecord:
+def record_of(save: Save, checker: Any = None, **settings: Any) -> StepRecord:
     """Record the second step of one group; in the first a policy learns sizes."""
     engine = OffloadEngine(OffloadConfig(**{"min_tensor_bytes": 1024, **settings}), AdversarialDevice())
     for step in range(2):
         if step:
             engine.record()
         with engine.iteration():
-            chunk = engine.start_chunk(has_head=True)
+            chunk = engine.start_chunk(has_head=True, tensor_need_offloading_checker=checker)
             held = save(engine, chunk)
             chunk.begin_head()  # releases what is being copied out
             chunk.on_group_commit_backward()
@@ -271,21 +259,10 @@ def quantized() -> torch.Tensor:
     ],
 )
 def test_reason_of_a_tensor_that_may_not_move(make: Callable[[], torch.Tensor], reason: Reason) -> None:
-    saved = record_of(lambda engine, chunk: in_group(make(), chunk)).saved[0]
-    assert (saved.reason, saved.shape) == (reason, tuple(make().shape))
-
-
-@pytest.mark.parametrize(("size", "reason"), [(NUMEL, Reason.EXCLUDED), (3, Reason.TOO_SMALL)])
-def test_reason_of_a_tensor_that_a_checker_rejects(size: int, reason: Reason) -> None:
-    """It is excluded, unless it would have stayed without the checker as well."""
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), AdversarialDevice())
-    engine.record()
-    with engine.iteration():
-        chunk = engine.start_chunk(tensor_need_offloading_checker=lambda tensor: False)
-        in_group(torch.ones(size), chunk)
-        chunk.on_group_commit_backward()
-    assert engine.last_record is not None
-    assert [saved.reason for saved in engine.last_record.saved] == [reason]
+    """A checker that rejects it as well changes no reason."""
+    for checker in (None, reject):
+        saved = record_of(lambda engine, chunk: in_group(chunk, make()), checker).saved[0]
+        assert (saved.reason, saved.shape) == (reason, tuple(make().shape))
 
 
 def test_hooks_on_modules_are_there_from_the_request_to_the_end_of_its_step_or_of_the_engine() -> None:
@@ -303,16 +280,13 @@ def test_hooks_on_modules_are_there_from_the_request_to_the_end_of_its_step_or_o
     assert len(hooks) == num_before
 
 
-# ---- ranges in profiles ----
-
-
 def test_a_profile_shows_the_moves_and_the_wait_of_each_group(device: AdversarialDevice) -> None:
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=AT_ONCE), device)
     with torch.profiler.profile() as profile, engine.iteration():
         chunk = engine.start_chunk()
-        group, handles = save(chunk, torch.ones(64))
-        chunk.on_group_commit_backward(group)
-        chunk.tensor_pop(handles.pop())
+        handles = in_group(chunk, torch.ones(64))
+        chunk.on_group_commit_backward(chunk.groups[0])
+        chunk.hooks.unpack(handles.pop())
     labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
     assert labels <= {event.key for event in profile.key_averages()}
 

@@ -181,9 +181,6 @@ def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: typ
     assert names == ["parts.0", "parts.1", "parts.0", "Saving" if error is ValueError else "parts.0", ""]
 
 
-# ---- the observer: which steps are recorded, and where their records go ----
-
-
 @pytest.fixture
 def observer() -> Observer:
     return Observer()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m offload_engine.plan`, and what a rehearsed model saves beside a real one."""
+"""`python -m offload_engine.plan`, what a rehearsed model saves beside a real one, and torch's allocator imitated."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
+import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 
 from offload_engine import OffloadConfig
 from offload_engine.planning.hardware import Hardware, find_hardware
+from offload_engine.rehearsal.allocator import Block, SegmentAllocator
 
 pytest.importorskip("transformers")
 
@@ -38,6 +40,7 @@ TINY = {
 SETTINGS = [f"{name}={value}" for name, value in TINY.items()]
 SEQUENCE = 32
 H200 = find_hardware("h200")
+MIB = 1 << 20
 RESULTS = Path(__file__).parents[2] / "docs/results/2026-11-26_forecast_h200.jsonl"
 
 
@@ -160,3 +163,51 @@ def test_a_process_holds_what_it_held_on_a_gpu() -> None:
     turns = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     held = [turn["held_bytes"] for turn in turns if turn["kind"] == "qwen2"]
     assert [way.gpu_bytes for way in rehearsal.forecast(8192).ranks[0].ways] == pytest.approx(held, rel=0.005)
+
+
+def test_a_request_takes_the_smallest_block_that_fits_and_leaves_the_rest() -> None:
+    """A segment has the size of its class, in MiB."""
+    sizes = ((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12), (21 * MIB + 1, 22))
+    for nbytes, reserved in sizes:
+        allocator = SegmentAllocator()
+        assert nbytes <= allocator.allocate(nbytes).nbytes <= allocator.reserved_bytes == reserved * MIB
+    allocator = SegmentAllocator()
+    large, small = allocator.allocate(96 * MIB), allocator.allocate(64 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    first, second = allocator.allocate(40 * MIB), allocator.allocate(90 * MIB)
+    assert allocator.reserved_bytes == 160 * MIB and (first.at, second.at) == (small.at, large.at)
+    assert allocator.allocate(24 * MIB).at == small.at + 40 * MIB  # what was left of it
+    assert second.nbytes == 90 * MIB and allocator.allocate(5 * MIB).at == large.at + 90 * MIB
+    allocator.allocate(2 * MIB)
+    assert allocator.reserved_bytes == 180 * MIB  # one MiB is left of the first, too little to divide
+
+
+def test_neighbours_become_one_and_only_whole_segments_are_returned() -> None:
+    allocator = SegmentAllocator()
+    allocator.free(allocator.allocate(60 * MIB))
+    parts = [allocator.allocate(20 * MIB) for _ in range(3)]
+    for index in (0, 2, 1):
+        allocator.free(parts[index])
+    assert allocator.allocate(60 * MIB).nbytes == allocator.reserved_bytes == 60 * MIB
+    kept = allocator.allocate(20 * MIB)
+    allocator.free(allocator.allocate(30 * MIB))
+    allocator.trim()
+    assert allocator.reserved_bytes == 80 * MIB and kept.nbytes == 20 * MIB
+
+
+def test_blocks_never_overlap() -> None:
+    chance, allocator = random.Random(1), SegmentAllocator()
+    held: list[Block] = []
+    for _ in range(2_000):
+        if held and chance.random() < 0.5:
+            allocator.free(held.pop(chance.randrange(len(held))))
+        else:
+            held.append(allocator.allocate(chance.choice([512, 3_000, MIB, 3 * MIB, chance.randrange(1, 64 * MIB)])))
+    held.sort(key=lambda block: block.at)
+    assert all(a.at + a.nbytes <= b.at for a, b in zip(held, held[1:], strict=False))
+    assert sum(block.nbytes for block in held) <= allocator.reserved_bytes
+    for block in held:
+        allocator.free(block)
+    allocator.trim()
+    assert allocator.reserved_bytes == 0

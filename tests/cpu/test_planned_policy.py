@@ -121,13 +121,6 @@ def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: PipelineJob
         assert after == before
 
 
-def test_a_step_without_a_plan_is_that_of_the_reactive_policy() -> None:
-    planned, reactive = Bench(), Bench(OffloadConfig(policy=LowestPeak()))
-    for bench in (planned, reactive):
-        bench.step(PIPELINE)
-    assert planned.engine.plan is None and planned.engine.stats == reactive.engine.stats
-
-
 @pytest.mark.parametrize("mib", [2000, 3000, 5000, 9000])
 @each_job
 def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: PipelineJob, mib: int) -> None:
@@ -139,9 +132,10 @@ def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: Pipeli
 
 
 def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_is_found_again() -> None:
-    bench = Bench()
-    bench.step(PIPELINE)
-    assert [bench.engine.plan] == [None]
+    bench, reactive = Bench(), Bench(OffloadConfig(policy=LowestPeak()))
+    for each in (bench, reactive):
+        each.step(PIPELINE)
+    assert [bench.engine.plan] == [None] and bench.engine.stats == reactive.engine.stats
     bench.step(PIPELINE)
     first = bench.engine.plan
     assert first is not None and "OUT 0.0:0" in format_plan(first)
@@ -380,8 +374,6 @@ def test_chunks_that_differ_in_more_than_bytes_have_no_plan_until_they_are_equal
         bench.step(PIPELINE, names)
     bench.check_planned()
 
-
-# ---- a share of what each chunk saves leaves, in the order of its forward ----
 
 SIZES = [4, 2, 1, 1]  # KiB that the groups of a chunk save
 

@@ -22,7 +22,6 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.moves import (
     BACKWARD,
     BACKWARD_END,
-    COMMIT,
     DROP,
     HELD,
     IN,
@@ -117,29 +116,23 @@ def _with_a_shared_module(has_head: bool) -> ChunkShape:
     return ChunkShape((first, mlp, attention, last), num_layers=1 << 30, has_head=has_head)
 
 
+def _two_layers(has_head: bool) -> ChunkShape:
+    return chunk_shape(DENSE, 2, has_head)
+
+
+ONE, TWO, VIRTUAL = Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4)
+WITH_BUDGET = (Shape(1, None, 4), TWO, VIRTUAL, Shape(2, 2, 6, overlap=True))
 PLANS = [
     *(Golden(shape) for shape in GOLDEN),
-    *(
-        Golden(shape, "recompute", _inputs_of_checkpoints)
-        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))
-    ),
-    *(
-        Golden(shape, "layer", lambda has_head: chunk_shape(DENSE, 1, has_head))
-        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(4, 2, 8))
-    ),
-    *(Golden(shape, "headless", lambda _: chunk_shape(DENSE, 2)) for shape in (Shape(1, None, 4), Shape(2, 2, 4))),
-    *(
-        Golden(shape, "single", lambda has_head: chunk_shape(("mlp_fc1",), 3, has_head))
-        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))
-    ),
-    *(Golden(shape, "experts", _experts) for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))),
-    *(Golden(shape, "shared", _with_a_shared_module) for shape in (Shape(1, None, 1), Shape(2, None, 5))),
-    *(
-        Golden(shape, "budget", lambda has_head: chunk_shape(DENSE, 2, has_head), Bounds(resident_bytes=1000 * MIB))
-        for shape in (Shape(1, None, 4), Shape(2, None, 5), Shape(2, 2, 4), Shape(2, 2, 6, overlap=True))
-    ),
-    Golden(Shape(2, 2, 4), "horizon", lambda h: chunk_shape(DENSE, 2, h), Bounds(horizon_bytes=1000 * MIB)),
-    Golden(Shape(2, 2, 4), "inflight", lambda h: chunk_shape(DENSE, 2, h), Bounds(max_inflight_bytes=1000 * MIB)),
+    *(Golden(shape, "recompute", _inputs_of_checkpoints) for shape in (ONE, TWO, VIRTUAL)),
+    *(Golden(shape, "layer", lambda head: chunk_shape(DENSE, 1, head)) for shape in (ONE, TWO, Shape(4, 2, 8))),
+    *(Golden(shape, "headless", lambda _: _two_layers(False)) for shape in (Shape(1, None, 4), VIRTUAL)),
+    *(Golden(shape, "single", lambda head: chunk_shape(("mlp_fc1",), 3, head)) for shape in (ONE, TWO, VIRTUAL)),
+    *(Golden(shape, "experts", _experts) for shape in (ONE, TWO, VIRTUAL)),
+    *(Golden(shape, "shared", _with_a_shared_module) for shape in (ONE, TWO)),
+    *(Golden(shape, "budget", _two_layers, Bounds(resident_bytes=1000 * MIB)) for shape in WITH_BUDGET),
+    Golden(VIRTUAL, "horizon", _two_layers, Bounds(horizon_bytes=1000 * MIB)),
+    Golden(VIRTUAL, "inflight", _two_layers, Bounds(max_inflight_bytes=1000 * MIB)),
 ]
 
 
@@ -149,7 +142,7 @@ def write_golden_files() -> None:
         golden.file.write_text("\n".join(texts))
 
 
-@pytest.mark.parametrize("golden", PLANS, ids=lambda golden: golden.file.stem.removeprefix("plan_"))
+@pytest.mark.parametrize("golden", PLANS, ids=lambda golden: golden.file.stem[5:])
 def test_golden(golden: Golden) -> None:
     texts = golden.file.read_text().split("\n\n")
     assert len(texts) == golden.shape.pp
@@ -160,22 +153,24 @@ def test_golden(golden: Golden) -> None:
         assert text.strip() == f"# rank {rank}\n{format_plan(plan)}".strip()
 
 
-def layers(num_layers: int, *names: str) -> tuple[GroupShape, ...]:
-    """Return groups of one byte each."""
-    return tuple(GroupShape(name, layer, 1) for layer in range(num_layers) for name in names)
+def layers(num_layers: int, *names: str, nbytes: int = 1, may_delay: bool = False) -> tuple[GroupShape, ...]:
+    return tuple(GroupShape(name, layer, nbytes, may_delay=may_delay) for layer in range(num_layers) for name in names)
 
 
 def lines_of(plan: Plan) -> list[str]:
     return [" ".join(line.split()) for line in format_plan(plan).splitlines()]
 
 
-def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_the_rest_takes_it_along() -> None:
-    shape = ChunkShape(tuple(GroupShape("attention", layer, 2, may_delay=True) for layer in range(3)))
+def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_nothing_under_a_budget() -> None:
+    shape, actions = ChunkShape(layers(3, "attention", nbytes=2, may_delay=True)), parse_actions("F0.0 F0.1 B0.0 B0.1")
     skip = [each.__name__ for each in PASSES if each.__name__ not in ("everything_leaves", "delay_before_experts")]
-    texts = lines_of(plan_step(parse_actions("F0.0 F0.1 B0.0 B0.1"), (shape,), skip=skip))
-    assert texts[:2] == ["F0.0:1 OUT 0.0:0 0.0:1", "F0.0:end OUT 0.0:2"]
+    assert lines_of(plan_step(actions, (shape,), skip=skip))[:2] == ["F0.0:1 OUT 0.0:0 0.0:1", "F0.0:end OUT 0.0:2"]
+    plan, without = (
+        plan_step(actions, (shape,), Bounds(resident_bytes=4), skip=skip) for skip in ((), ("delay_before_experts",))
+    )
+    assert plan == without
     with pytest.raises(ValueError, match="skip names 'keep'; the passes are everything_leaves, keep_turn_around"):
-        plan_step(parse_actions("F0.0 B0.0"), (shape,), skip=("keep",))
+        plan_step(actions, (shape,), skip=("keep",))
 
 
 def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None:
@@ -186,44 +181,19 @@ def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None
     assert lines_of(plan_step(actions, (shape,), Bounds(resident_bytes=17))) == [], "it fits"
 
 
-def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
-    """Compute the peak of bytes on the device between two boundaries."""
-    now = most = 0
-    boundaries = step_boundaries(parse_actions(actions), (shape,))
-    for boundary, following in zip(boundaries, boundaries[1:], strict=False):
-        now -= shape.groups[boundary.index].nbytes if boundary.kind is BACKWARD_END else 0
-        for op, group in plan.at(boundary):
-            now += {OUT: 0, DROP: -1, IN: 1}[op] * shape.groups[group.index].nbytes
-        now += shape.groups[following.index].nbytes if following.kind is COMMIT else 0
-        most = max(most, now)
-    return most
-
-
-@pytest.mark.parametrize("budget", [4, 5, 6, 8, 10, 12])
-def test_the_bytes_of_a_plan_stay_within_the_budget_and_none_is_delayed(budget: int) -> None:
-    shape = ChunkShape(tuple(replace(group, may_delay=True) for group in layers(4, "attention", "mlp")))
-    actions = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
-    plan = plan_step(parse_actions(actions), (shape,), Bounds(resident_bytes=budget))
-    validate_plan(plan, parse_actions(actions), (shape,))
-    assert peak_bytes(plan, actions, shape) <= budget
-    bounds, skip = Bounds(resident_bytes=budget), ("delay_before_experts",)
-    assert plan == plan_step(parse_actions(actions), (shape,), bounds, skip=skip)
-
-
 def test_plans_are_memoised_by_their_inputs() -> None:
     planner = Planner(max_plans=2)
-    shapes = (ChunkShape(layers(2, "attention")),)
-    first = planner.plan_step(no_pipelining(1), shapes)
-    assert planner.plan_step(no_pipelining(2), shapes) != first
-    assert planner.plan_step(no_pipelining(1), tuple(shapes)) is first
-    under_budget = planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9))  # forgets no_pipelining(2)
-    assert planner.plan_step(no_pipelining(1), shapes) is first != under_budget
-    assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) is under_budget
-    assert planner.plan_step(no_pipelining(1), shapes, is_combined=True) is not first  # forgets the first
-    assert planner.plan_step(no_pipelining(1), shapes) is not first
+    actions, shapes = no_pipelining(1), (ChunkShape(layers(2, "attention")),)
+    first = planner.plan_step(actions, shapes)
+    assert planner.plan_step(no_pipelining(2), shapes) != first is planner.plan_step(actions, tuple(shapes))
+    under_budget = planner.plan_step(actions, shapes, Bounds(resident_bytes=9))  # forgets no_pipelining(2)
+    assert planner.plan_step(actions, shapes) is first != under_budget
+    assert planner.plan_step(actions, shapes, Bounds(resident_bytes=9)) is under_budget
+    assert planner.plan_step(actions, shapes, is_combined=True) is not first  # forgets the first
+    assert planner.plan_step(actions, shapes) is not first
     last, kept = Planner(max_plans=1), Choices(frozenset(slots_of(0, shapes[0].groups)))
-    choice = last.plan_step(no_pipelining(1), shapes, choices=kept)
-    assert last.plan_step(no_pipelining(1), shapes, choices=kept) is choice != last.plan_step(no_pipelining(1), shapes)
+    choice = last.plan_step(actions, shapes, choices=kept)
+    assert last.plan_step(actions, shapes, choices=kept) is choice != last.plan_step(actions, shapes)
     with pytest.raises(ValueError, match="max_plans must be at least 1"):
         Planner(0)
 
@@ -265,8 +235,6 @@ def test_every_plan_is_valid(
     validate_plan(plan, actions, shapes)
     assert sum(move.op is IN for _, move in plan.moves()) == sum(move.op is OUT for _, move in plan.moves())
 
-
-# ---- plans as text, what makes one invalid, and how two differ ----
 
 ACTIONS = parse_actions("F0.0 F0.1 B0.0 B0.1")
 SHAPES = (ChunkShape((GroupShape("attention"), GroupShape("mlp")), tail_index=1, launch_counts=(2,), has_head=True),)
@@ -387,9 +355,6 @@ def test_impossible_shapes_and_steps(make: Callable[[], object], message: str) -
         make()
 
 
-# ---- planned moves against those of the policies ----
-
-
 needs_source = pytest.mark.skipif(IS_COMPILED, reason="a compiled policy cannot be wrapped: needs the pure Python core")
 
 LINKS = {"fast": 1e6, "as it is": 50.0, "slow": 5.0}
@@ -462,9 +427,7 @@ def copies_of(plan: Plan) -> Plan:
 @pytest.mark.parametrize("gbps", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("bounds", LIMITS, ids=str)
 @pytest.mark.parametrize(
-    "golden",
-    [golden for golden in PLANS if golden.bounds == Bounds()],
-    ids=lambda golden: golden.file.stem.removeprefix("plan_"),
+    "golden", [golden for golden in PLANS if golden.bounds == Bounds()], ids=lambda golden: golden.file.stem[5:]
 )
 def test_policies_make_the_planned_moves(golden: Golden, bounds: Bounds, gbps: float) -> None:
     shape = golden.shape
@@ -478,7 +441,7 @@ def test_policies_make_the_planned_moves(golden: Golden, bounds: Bounds, gbps: f
 
 
 @needs_source
-@pytest.mark.parametrize("golden", PLANS, ids=lambda golden: golden.file.stem.removeprefix("plan_"))
+@pytest.mark.parametrize("golden", PLANS, ids=lambda golden: golden.file.stem[5:])
 def test_the_policy_that_follows_a_plan_makes_its_moves_and_each_once(golden: Golden) -> None:
     for rank in range(golden.shape.pp):
         job = RankJob(tuple(golden.shape.actions(rank)), golden.shapes(rank), golden.bounds)

@@ -28,8 +28,6 @@ def blocks(documents: list[Path]) -> list[str]:
     return [code for path in documents for language, code in FENCE.findall(path.read_text()) if language == "python"]
 
 
-# ---- code ----
-
 # What the blocks of the migration page find: a model whose layers save tensors of 2 MiB.
 AROUND_MIGRATION = """
 import torch
@@ -90,8 +88,6 @@ def test_plain_pytorch_example(tmp_path: Path) -> None:
     peaks = re.findall(r"(\d+) MiB", printed)
     assert int(peaks[1]) < 0.5 * int(peaks[0])
 
-
-# ---- figures and links ----
 
 FIGURE = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])|(?<![\w.,])\d+\.\d+(?![\w.])")
 """A number that is measured: with decimals, or with a comma for thousands."""

@@ -25,17 +25,10 @@ from megatron_patches._hooks.module_hooks import ModuleHooks  # noqa: E402
 from megatron_patches._rows.host_reads import HostReads, select  # noqa: E402
 from megatron_patches._rows.moe import moe_rows, multihot  # noqa: E402
 from megatron_patches._rows.recompute import recompute_rows  # noqa: E402
-from megatron_patches._rows.registry import (  # noqa: E402
-    Patch,
-    apply_patches,
-)
+from megatron_patches._rows.registry import Patch, apply_patches  # noqa: E402
 from megatron_patches._training_log import TrainingLog  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import (  # noqa: E402
-    IterationStats,
-    OffloadConfig,
-    OffloadEngine,
-)
+from offload_engine import IterationStats, OffloadConfig, OffloadEngine  # noqa: E402
 from offload_engine.stats import StepTimes  # noqa: E402
 from tests.graph_device import GraphDevice, GraphWithoutReplay  # noqa: E402
 
@@ -110,9 +103,6 @@ def test_without_transformer_engine_its_function_stays_none(monkeypatch: pytest.
     monkeypatch.setattr(owner, "te_checkpoint", None)
     with apply_patches(recompute_rows(SimpleNamespace())):
         assert owner.te_checkpoint is None
-
-
-# ---- layers of experts: what the dispatcher reads goes through the engine of the running step ----
 
 
 class DeviceTensor(torch.Tensor):
@@ -292,9 +282,6 @@ def test_a_dispatcher_keeps_no_graph_behind_its_forward(runner: Any, is_running:
     out = dispatcher.combine_postprocess(hidden)
     assert out.grad_fn is not None and owner.probs.tolist() == [[2.0], [2.0]]
     assert (owner.probs.grad_fn is None) == is_running
-
-
-# ---- the training log ----
 
 
 STATS = IterationStats(num_groups=4, managed_bytes=4 << 30, copied_out_bytes=3 << 30, peak_host_bytes=3 << 30)

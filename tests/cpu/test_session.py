@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Session`, its iterations and groups, and `manage_activations`: to the last bit as without it.
-
-Also where a graph is kept while steps go on, and where a forward is inside another one.
-"""
+"""`Session`, its groups, kept graphs, nested forwards, and `manage_activations`: to the last bit as without it."""
 
 from __future__ import annotations
 
@@ -97,9 +94,6 @@ def forward(groups: AutomaticGroups) -> Callable[[], torch.Tensor]:
     return run
 
 
-# -- iterations -------------------------------------------------------------------------------------------------------
-
-
 def test_an_iteration_spans_forward_and_backward(session: Session, forward: Callable[[], torch.Tensor]) -> None:
     """Its last group stays where its backward comes next."""
     assert not bool(session.engine.is_in_iteration)
@@ -157,9 +151,6 @@ def test_after_a_failed_copy_the_next_forward_starts_anew(
     assert not session.engine.is_in_iteration and not session.engine.failures.has_failed
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("last", ["weight", "storage of the group", "view of it"])
 def test_full_group_stays_open_for_tensors_of_its_storages(
     session: Session, groups: AutomaticGroups, last: str
@@ -175,9 +166,6 @@ def test_full_group_stays_open_for_tensors_of_its_storages(
     assert session.stats.num_kept_groups == 1 and session.stats.copied_out_bytes == 0
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
 def test_weights_are_known_without_the_model() -> None:
     weight, frozen = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4), requires_grad=False)
     leaf, data = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
@@ -186,9 +174,6 @@ def test_weights_are_known_without_the_model() -> None:
         assert not may_move(stays)
     for moves in (data, data.t(), weight * 2, (weight * 2).half(), (weight * 2).t(), frozen.half()):
         assert may_move(moves)
-
-
-# -- graphs that are kept while steps go on ----------------------------------------------------------------------------
 
 
 def offload_layers(model: nn.Module, **settings: Any) -> Any:
@@ -314,9 +299,6 @@ def run(job: Job, order: str) -> int:
     return len(found)
 
 
-# -- a forward inside another one --------------------------------------------------------------------------------------
-
-
 def test_the_outermost_one_ends_the_forward_also_behind_an_error_of_an_inner_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -365,9 +347,6 @@ def test_one_of_another_thread_leaves_a_forward_alone() -> None:
     handle.remove()
 
 
-# ---- manage_activations ----
-
-
 Region = Callable[[], AbstractContextManager[Any]]
 Results = list[torch.Tensor]
 """What a scenario is compared by: losses and gradients."""
@@ -383,9 +362,6 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> tor
 
 def results(model: nn.Module, *losses: torch.Tensor) -> Results:
     return [*[loss.detach() for loss in losses], *[p.grad for p in model.parameters() if p.grad is not None]]
-
-
-# -- scenarios: training loops that are run without offload and with it ---------------------------------------------
 
 
 def whole_loop(region: Region) -> Results:
@@ -524,29 +500,16 @@ def test_parity(
     assert not activations.engine.has_saved and activations.engine.pool.num_leases == 0
 
 
-# -- what moves, and what does not ------------------------------------------------------------------------------------
-
-
-def managed_tensors(activations: ManagedActivations, forward: Callable[[], torch.Tensor]) -> float:
-    """Return the bytes that `forward` saved and the engine took charge of, in tensors of `batch()`."""
-    with activations:
-        loss = forward()
-    managed = activations.stats.managed_bytes
-    loss.backward()
-    return managed / TENSOR_BYTES
-
-
 @pytest.mark.parametrize("is_module", [True, False])
 def test_buffers_stay_where_the_model_is_given(device: AdversarialDevice, is_module: bool) -> None:
     model, x = nn.Module(), torch.randn(ROWS, WIDTH, requires_grad=True)
     model.register_buffer("scale", scale := torch.randn(ROWS, WIDTH))
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
-    known = manage_activations(model if is_module else model.buffers(), engine=engine)
-    assert managed_tensors(known, lambda: (x * scale).sum()) == 0
+    with manage_activations(model if is_module else model.buffers(), engine=engine) as known:
+        loss = (x * scale).sum()
+    assert known.stats.managed_bytes == 0
+    loss.backward()
     known.close()
-
-
-# -- host memory, statistics, life ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bounds", [{}, {"horizon_groups": 3}, {"prefetch_groups": 2}], ids=str)
@@ -617,9 +580,6 @@ def test_two_models_in_two_threads() -> None:
     for seed, model in enumerate(models):
         model.zero_grad()
         assert all(map(torch.equal, train(seed, nullcontext), found[seed]))
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_where_hooks_are_refused_nothing_is_entered(activations: ManagedActivations) -> None:

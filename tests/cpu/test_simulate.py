@@ -11,14 +11,7 @@ from offload_engine.planning.plan import Plan, parse_plan
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
 from offload_engine.schedule import no_pipelining, parse_actions
-from tests.dense_jobs import (
-    ALL,
-    ATTENTION,
-    MOST,
-    dense_job,
-    over_no_offload,
-    simulate_planned,
-)
+from tests.dense_jobs import ALL, ATTENTION, MOST, dense_job, over_no_offload, simulate_planned
 
 
 @pytest.mark.parametrize(("names", "on_host"), [(ATTENTION, [3465, 1925]), (MOST, [7018, 4070]), (ALL, [11050, 6310])])

@@ -18,10 +18,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
-from megatron.core.transformer.transformer_config import (  # noqa: E402
-    MLATransformerConfig,
-    TransformerConfig,
-)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from megatron_patches import Handle, add_offload_arguments, apply  # noqa: E402  # noqa: E402
 from megatron_patches import __main__ as launcher  # noqa: E402
@@ -135,9 +132,6 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(make(offload_activation=True, **settings), NO_DEFAULTS)
-
-
-# ---- mistakes that would move nothing, or something else than was asked for, without a word ----
 
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}

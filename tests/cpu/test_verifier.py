@@ -98,18 +98,21 @@ def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
     assert [f"gpu_budget is {BUDGET / 2**20:,.2f} MiB" in each.message for each in caplog.records] == [True] * error
 
 
-@pytest.mark.parametrize(("left", "num_steps"), [(2, 2), (1, 3)])
-def test_a_step_judges_once_the_next_could_grow_as_much(left: int, num_steps: int) -> None:
-    for excesses, num in (([-2, 0], num_steps), ([0, 0], 2), ([0, -2], 2)):
-        verifier, _ = verifier_of((BUDGET - left, 10.0))
-        assert steps_until_one_judges(verifier, excesses) == num
-
-
-@pytest.mark.parametrize(("is_at_floor", "num_steps"), [(False, 4), (True, 2)], ids=["", "at the floor"])
-def test_a_decision_whose_steps_grow_and_grow_is_judged(is_at_floor: bool, num_steps: int) -> None:
-    """The floor is judged at once: nothing more could leave."""
-    verifier, _ = verifier_of((BUDGET, 10.0), is_at_floor=is_at_floor)
-    assert steps_until_one_judges(verifier, [-31, -15, -7, -3, -1]) == num_steps
+@pytest.mark.parametrize(
+    ("left", "excesses", "is_at_floor", "num_steps"),
+    [
+        (2, [-2, 0], False, 2),
+        (1, [-2, 0], False, 3),
+        *((left, excesses, False, 2) for left in (1, 2) for excesses in ([0, 0], [0, -2])),
+        (0, [-31, -15, -7, -3, -1], False, 4),  # one whose steps grow and grow
+        (0, [-31, -15, -7, -3, -1], True, 2),  # at once: nothing more could leave
+    ],
+)
+def test_a_step_judges_once_the_next_could_grow_as_much(
+    left: int, excesses: list[int], is_at_floor: bool, num_steps: int
+) -> None:
+    verifier, _ = verifier_of((BUDGET - left, 10.0), is_at_floor=is_at_floor)
+    assert steps_until_one_judges(verifier, excesses) == num_steps
 
 
 def steps_until_one_judges(verifier: Verifier, excesses: list[int]) -> int:

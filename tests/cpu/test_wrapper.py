@@ -14,13 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_engine import (
-    GroupWindow,
-    OffloadConfig,
-    OffloadEngine,
-    WrapperHandle,
-    offload_wrapper,
-)
+from offload_engine import GroupWindow, OffloadConfig, OffloadEngine, WrapperHandle, offload_wrapper
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
@@ -70,9 +64,6 @@ def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-# -- parity ------------------------------------------------------------------------------------------------------------
-
-
 @needs_transformers
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,9 +83,6 @@ def test_language_models_train_to_the_last_bit(
     assert found == train(make_language_model(family, way))
 
 
-# -- where the inputs are ----------------------------------------------------------------------------------------------
-
-
 @needs_transformers
 @pytest.mark.parametrize("way", WAYS)
 def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str) -> None:
@@ -106,20 +94,6 @@ def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str)
         loss = model(random_tokens(0), labels=random_tokens(0)).loss
     assert alive == [[0], *([0, i] for i in range(1, DEPTH)), [DEPTH - 1]]
     loss.backward()
-
-
-# -- what stays as it was ----------------------------------------------------------------------------------------------
-
-
-@needs_transformers
-def test_the_model_is_the_same_model() -> None:
-    model = make_language_model("llama", "transformers")
-    keys, functions = list(model.state_dict()), [layer._gradient_checkpointing_func for layer in model.model.layers]
-    wrapped = offload_wrapper(model, config=PLAIN)
-    assert wrapped is model and list(wrapped.state_dict()) == keys
-    wrapped.activation_offload.remove()
-    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
-    assert not hasattr(model, "activation_offload") and not model._forward_pre_hooks
 
 
 def test_a_copy_of_the_model_is_checkpointed_without_offload(wrap: Callable[..., Any]) -> None:
@@ -139,8 +113,14 @@ def test_a_copy_of_the_model_is_checkpointed_without_offload(wrap: Callable[...,
 @needs_transformers
 def test_checkpointing_enabled_anew_is_offloaded_again(wrap: Callable[..., Any]) -> None:
     """As transformers' Trainer does when it starts; and while it is disabled there is nothing to offload."""
-    model = wrap(make_language_model("llama", "transformers"))
-    tokens = random_tokens(0)
+    own, tokens = make_language_model("llama", "transformers"), random_tokens(0)
+    keys, functions = list(own.state_dict()), [layer._gradient_checkpointing_func for layer in own.model.layers]
+    model = offload_wrapper(own, config=PLAIN)
+    assert model is own and list(model.state_dict()) == keys
+    model.activation_offload.remove()
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+    assert not hasattr(model, "activation_offload") and not model._forward_pre_hooks
+    model = wrap(model)
     for is_reentrant in (True, False):
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
         model(tokens, labels=tokens).loss.backward()
@@ -151,9 +131,6 @@ def test_checkpointing_enabled_anew_is_offloaded_again(wrap: Callable[..., Any])
     assert model.activation_offload.stats is before
     model.activation_offload.remove()
     assert not model.is_gradient_checkpointing
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_checkpointed_is_an_error_that_says_how_to() -> None:
