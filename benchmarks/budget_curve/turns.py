@@ -16,6 +16,7 @@ from benchmarks.frontends.jobs import deterministic
 from benchmarks.frontends.link_bound import saved_bytes_per_token
 from benchmarks.frontends.workload import Attach, Attached, Workload, attaching
 from benchmarks.gradients import Fingerprint, compare, fingerprint
+from benchmarks.records import first_prediction
 from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers
 
 from .report import TITLES
@@ -123,11 +124,10 @@ class Turns:
         while budget.state.name != "HOLD" and len(steps) < _MAX_STEPS:
             step = self._step(attached)
             steps.append({"state": budget.state.name, **step, **_summary(budget)})
-        first = next((step for step in steps if "predicted_bytes" in step), {})
         return {
             "steps": steps,
             "steps_until_held": sum(step["state"] != "HOLD" for step in steps),
-            **{f"first_{name}": first.get(name) for name in ("predicted_bytes", "held_bytes")},
+            **first_prediction(steps),
         }
 
     def _step(self, attached: Attached) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.records import Records
+from benchmarks.records import Records, first_prediction
 from benchmarks.tables import Column, Record, shown
 
 from .contenders import Ours
@@ -101,15 +101,13 @@ def budgets(summaries: Sequence[Record], records: Records) -> list[Record]:
 def _prediction(turn: Record) -> Record:
     details = turn["budget"]
     planned = [step for step in details["steps"] if step["predicted_bytes"] is not None]
-    first = [step for step in planned if step["predicted_bytes"] == planned[0]["predicted_bytes"]]
     limit = details["gpu_budget"]
     late = [step["held_bytes"] for step in planned[_SETTLED - 1 :]]
     names = ("planning_ms", "planning_steps", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
     return {
         "kind": "budget",
         "budget_bytes": limit,
-        "first_predicted_bytes": first[0]["predicted_bytes"] if first else None,
-        "first_held_bytes": first[-1]["held_bytes"] if first else None,  # by the step that judged the first plan
+        **first_prediction(details["steps"]),
         "predicted_bytes": details["predicted_peak_bytes"],
         "predicted_ms": details["predicted_step_ms"],
         "is_above": limit is not None and max([held_bytes(turn), *late]) > limit,
