@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C between any two lines: no lock stays held, no storage stays for ever, and the interrupt is not lost."""
+"""What goes wrong around the engine: Ctrl-C between any two lines, no memory, skipped steps, signals, killed peers."""
 
 from __future__ import annotations
 
+import copy
+import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from offload_engine import (
     IS_COMPILED,
@@ -32,8 +39,9 @@ from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved import store
 from offload_engine.frontends._common.session import Session
+from tests.adversarial import AdversarialDevice
 from tests.engine_state import is_free
-from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Job, Model
+from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Model
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
 
@@ -84,24 +92,16 @@ class Lock:
         return getattr(self.lock, name)
 
 
-def test_an_interrupt_leaves_the_lock_free() -> None:
+def test_an_interrupt_leaves_the_lock_free_and_a_held_one_is_not_waited_for() -> None:
     """While it is taken, and in the work that is done under it."""
-    lock: Any = Lock()
-    with pytest.raises(KeyboardInterrupt):
-        run_if_free(lock, lambda: None)
-    assert is_free(lock.lock)
-    with pytest.raises(KeyboardInterrupt):
-        run_if_free(lock.lock, lambda: signal.raise_signal(signal.SIGINT))
-    assert is_free(lock.lock)
-
-
-def test_a_lock_that_is_held_is_not_waited_for() -> None:
-    lock, done = threading.RLock(), list[str]()
+    interrupted_lock: Any = Lock()
+    lock, done = interrupted_lock.lock, list[str]()
+    for each, work in ((interrupted_lock, lambda: None), (lock, lambda: signal.raise_signal(signal.SIGINT))):
+        with pytest.raises(KeyboardInterrupt):
+            run_if_free(each, work)
+        assert is_free(lock)
     with lock:
-        assert not run_if_free(lock, lambda: done.append("by this thread"))
-        thread = threading.Thread(target=lambda: run_if_free(lock, lambda: done.append("by another")))
-        thread.start()
-        thread.join()
+        assert not run_if_free(lock, lambda: done.append("by this thread")) and not is_free(lock)
     assert not done and run_if_free(lock, lambda: done.append("free")) and done == ["free"] and is_free(lock)
 
 
@@ -233,51 +233,42 @@ def no_hooks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_hooks")
-@pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("name", JOBS)
-def test_hooks_that_an_interrupt_leaves_are_taken_off(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes right behind a push of hooks, in front of the `with` that pops them."""
+@pytest.mark.parametrize(
+    ("name", "owner", "method", "number"),
+    [
+        *((name, OwnHooks, "__enter__", number) for name in JOBS for number in (1, 3)),
+        *(
+            pytest.param(name, Session, "start_forward", 1, marks=needs_source)
+            for name in ("enable_activation_offloading", "enable_ckpt")
+        ),
+    ],
+)
+def test_hooks_that_an_interrupt_leaves_are_taken_off(
+    name: str, owner: Any, method: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes right behind a push of hooks, in front of the `with` that pops them; and in front of a forward."""
     expected = JOBS[name](None).step()
     job = JOBS[name](DEVICES["cpu"]())
     job.step()
-    enter, num_left = OwnHooks.__enter__, number
+    call, num_left = getattr(owner, method), number
 
-    def interrupted_enter(hooks: OwnHooks) -> None:
+    def interrupted_call(self: Any) -> Any:
         nonlocal num_left
-        enter(hooks)
+        result = call(self)
         num_left -= 1
         if num_left == 0:
             raise KeyboardInterrupt
+        return result
 
-    monkeypatch.setattr(OwnHooks, "__enter__", interrupted_enter)
+    monkeypatch.setattr(owner, method, interrupted_call)
     with pytest.raises(KeyboardInterrupt):
         while num_left > 0:
             job.step()
-    recovers(job, expected)
-
-
-def recovers(job: Job, expected: list[torch.Tensor]) -> None:
-    """Check that offload goes on, and end the job."""
     job.recover()
     assert all(map(torch.equal, job.step(), expected))
     assert torch_private.innermost_hooks(True) is None
     assert job.engine is not None and job.engine.stats.copied_out_bytes > 0
     job.close()
-
-
-@needs_source
-@pytest.mark.parametrize("name", ["enable_activation_offloading", "enable_ckpt"])
-def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted_start(session: Session) -> None:
-        start_forward(session)
-        raise KeyboardInterrupt
-
-    job = JOBS[name](DEVICES["cpu"]())
-    expected, start_forward = job.step(), Session.start_forward
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Session, "start_forward", interrupted_start)
-        job.step()
-    recovers(job, expected)
 
 
 @pytest.mark.usefixtures("no_hooks")
@@ -301,3 +292,129 @@ def test_behind_an_interrupt_in_a_layer_other_models_are_right(enable_ckpt: bool
     assert all(map(torch.equal, gradients(model), expected))
     assert torch_private.innermost_hooks(True) is None
     handle.remove()
+
+
+# -- no memory for buffers of the engine, and steps that a gradient scaler skips --------------------------------------
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="the store has bound the method that this replaces")
+@pytest.mark.parametrize("name", JOBS)
+def test_the_step_after_no_memory_for_a_buffer_is_equal(name: str, device: AdversarialDevice) -> None:
+    num_left, expected = 0, JOBS[name](None).step()
+
+    def fail_or_allocate(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise torch.OutOfMemoryError("no memory, says the test")
+        return allocate(*args, **options)
+
+    job = JOBS[name](device)
+    job.step()
+    allocate, num_failed = device.allocate, 0
+    for number in range(1, 200):
+        num_left = number
+        with mock.patch.object(device, "allocate", fail_or_allocate), suppress(torch.OutOfMemoryError):
+            job.step()
+            assert num_left > 0, "the step went on without its buffer"
+            break
+        num_failed += 1
+        job.recover()
+        assert all(map(torch.equal, job.step(), expected))
+        assert job.engine is not None and not job.engine.has_saved and job.engine.pool.num_leases == 0
+    assert num_failed > 0, "nothing is copied in"
+    job.close()
+
+
+def train_with_scaler(model: nn.Module) -> tuple[list[float], int]:
+    """Train in fp16 fashion; return the scales, and how many steps were skipped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales, num_skipped = [], 0
+    for number in range(8):
+        optimizer.zero_grad()
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)) * 1e3
+        scaler.scale(model(x).pow(2).sum() * 1e3).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        num_skipped += all(map(torch.equal, before, model.parameters()))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, num_skipped
+
+
+def test_a_gradient_scaler_skips_the_same_steps_and_comes_to_the_same_weights() -> None:
+    plain = Model()
+    offloaded = copy.deepcopy(plain)
+    expected = train_with_scaler(plain)
+    handle = enable_activation_offloading(offloaded, "none", config=CONFIG)
+    assert train_with_scaler(offloaded) == expected and 0 < expected[1] < 8, expected
+    assert all(map(torch.equal, plain.parameters(), offloaded.parameters()))
+    assert handle.stats.copied_out_bytes > 0
+    handle.remove()
+
+
+# -- processes that are ended from outside: by SIGTERM, as a job manager does, or because a peer was killed -----------
+
+
+TIMEOUT_S = 60  # a loaded machine starts Python in 10
+TRAIN = """
+import sys
+from datetime import timedelta
+import torch
+from torch import nn
+from offload_engine import OffloadConfig, enable_activation_offloading
+
+rank, num_ranks, meeting, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(4)))
+layers, strategy = list(model), "none"
+if num_ranks > 1:
+    torch.distributed.init_process_group(
+        "gloo", f"file://{meeting}", timedelta(seconds=30), rank=rank, world_size=num_ranks
+    )
+    model, strategy = nn.parallel.DistributedDataParallel(model), "ddp"
+config = OffloadConfig(min_tensor_bytes=0, directory=directory)
+enable_activation_offloading(model, strategy, layers=layers, config=config)
+for step in range(1_000_000):
+    model(torch.randn(512, 256)).sum().backward()
+    if step == 2:
+        print("trains", flush=True)
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["by a signal", "by a peer that was killed"])
+def test_training_ends_and_leaves_no_file(num_ranks: int, tmp_path: Path) -> None:
+    if num_ranks > 1 and not torch.distributed.is_available():
+        pytest.skip("this torch was built without torch.distributed")
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN, str(rank), str(num_ranks), str(tmp_path / "meeting"), str(tier)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "trains\n", process.communicate(timeout=TIMEOUT_S)[1]
+        begin, survivor = time.monotonic(), processes[0]
+        if num_ranks == 1:
+            survivor.send_signal(signal.SIGTERM)
+        else:
+            processes[1].kill()
+        _, errors = survivor.communicate(timeout=TIMEOUT_S)
+        assert time.monotonic() - begin < TIMEOUT_S / 2 * num_ranks
+        assert survivor.returncode == (-signal.SIGTERM if num_ranks == 1 else 1)
+        if num_ranks > 1:
+            assert "RuntimeError" in errors and ("peer" in errors or "gloo" in errors.lower()), errors
+        assert not list(tier.iterdir())
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
