@@ -93,9 +93,7 @@ def test_inside_manage_activations(device: AdversarialDevice) -> None:
 
 @pytest.mark.parametrize(("kind", "horizon"), [("adversarial", 1), ("cpu", 2), ("adversarial", 3)])
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_an_input_goes_when_it_has_been_read(
-    device: AdversarialDevice, kind: str, horizon: int, is_saved: bool
-) -> None:
+def test_an_input_goes_when_it_was_read(device: AdversarialDevice, kind: str, horizon: int, is_saved: bool) -> None:
     """In the rest of its layer's backward only those are there that come next, of which one less than the horizon.
 
     What its layer saves leaves with the layer, as without offload: it counts with the recomputation, which does not.

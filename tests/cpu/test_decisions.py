@@ -232,9 +232,7 @@ def test_the_search_for_freed_excluded_tensors_comes_at_doubled_intervals() -> N
 
 
 @pytest.mark.parametrize(("inflight_bytes", "must_release"), [(200, False), (201, True)])
-def test_two_of_the_largest_groups_may_be_in_flight_until_a_layer_is_known(
-    inflight_bytes: int, must_release: bool
-) -> None:
+def test_two_of_the_largest_groups_may_be_in_flight_at_first(inflight_bytes: int, must_release: bool) -> None:
     leaving = LeavingQueue()
     leaving.largest_bytes, leaving.inflight_bytes = 100, inflight_bytes
     assert ResidentLayersPolicy(ByteCounters(None), leaving, 2).must_release() == must_release

@@ -149,9 +149,7 @@ def test_an_interrupt_in_a_destructor_ends_the_step(engine: OffloadEngine, numbe
     engine.end_iteration()
 
 
-def test_after_a_torn_operation_the_next_iteration_begins_anew(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_torn_operation_new_books_begin(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.begin_iteration()
     chunk = engine.start_chunk()
     chunk.open_group("group")
@@ -214,9 +212,7 @@ def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEng
 
 
 @needs_source
-def test_an_interrupt_between_a_lease_and_its_storages_loses_no_host_bytes(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_behind_a_lease_loses_no_bytes(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(GroupLease, "__init__", interrupted)
         step(engine)
