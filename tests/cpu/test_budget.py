@@ -342,7 +342,7 @@ def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used
             load_plan(OffloadEngine(config(gpu_budget=1)), file)
 
 
-def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
+def test_what_files_need_and_what_excludes_a_budget(tmp_path: Path) -> None:
     for engine in (OffloadEngine(config()), OffloadEngine(config(gpu_budget=1))):
         with pytest.raises(OffloadError, match="has no gpu_budget, or has not measured a step yet"):
             save_plan(engine, tmp_path / "plan.json")
@@ -350,9 +350,6 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
             plot_budget(engine, tmp_path / "plan.png")
     with pytest.raises(OffloadError, match="call it before the first iteration"):
         load_plan(OffloadEngine(config()), tmp_path / "plan.json")
-
-
-def test_what_excludes_a_budget_is_refused() -> None:
     settings = config(gpu_budget=1 << 30, policy=Planned())
     with pytest.raises(ValueError, match="activation_loading_horizon=2 and gpu_budget=1,073,741,824 of"):
         offload_wrapper(nn.Sequential(), 2, config=settings)

@@ -151,8 +151,6 @@ def test_off_forbids_it() -> None:
         NetJob(Net(), gpu_budget=auto - 1).steps(8)
     job = NetJob(Net(), gpu_budget=off, recompute="off").steps(8)
     assert not job.recomputed() and not job.summary.recomputed_bytes
-    with pytest.raises(ValueError, match="recompute must be one of auto, off, got 'on'"):
-        config(recompute="on")
 
 
 class Counting(Layer):

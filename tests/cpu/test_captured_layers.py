@@ -127,11 +127,12 @@ def check_replays(graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("beside", [0, 1, 2])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_replays_are_those_without_offload(order: str, beside: int, engine: OffloadEngine) -> None:
+def test_replays_are_those_without_offload_and_ordered(order: str, beside: int, engine: OffloadEngine) -> None:
     wanted = expected(order, range(3))
     graphs = Graphs(order)
     layers = captured(graphs, engine, graphs_beside=beside)
     assert layers.copied_out_bytes > 0 and layers.host_bytes > 0
+    assert not unordered(layers, edges_of(layers), list(uses_of_kernels(graphs)))
     for seed, result in enumerate(wanted):
         assert are_equal(graphs.run(seed), result), seed
 
@@ -611,14 +612,6 @@ def uses_of_kernels(graphs: Graphs) -> Iterator[ByteUse]:
                         storage = tensor.untyped_storage()
                         begin, node = storage.data_ptr(), Node("replay", p, graph.number)
                         yield ByteUse("device", begin, begin + storage.nbytes(), node, tensor is out)
-
-
-@pytest.mark.parametrize("beside", [0, 1, 2])
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_uses_of_the_same_bytes_are_ordered(order: str, beside: int, engine: OffloadEngine) -> None:
-    graphs = Graphs(order)
-    layers = captured(graphs, engine, graphs_beside=beside)
-    assert not unordered(layers, edges_of(layers), list(uses_of_kernels(graphs)))
 
 
 def test_each_wait_is_needed_for_that(engine: OffloadEngine, graphs: Graphs) -> None:
