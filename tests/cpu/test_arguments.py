@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings as configuration fields and as flags, and what a mistake among them looks like."""
+"""The settings as configuration fields and as flags, what mistakes look like, and modules in CUDA graphs."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,12 +31,10 @@ from megatron_patches import (  # noqa: E402
 )
 from megatron_patches._arguments import Settings, check_fields, resolve  # noqa: E402
 from megatron_patches._command_line import as_typed  # noqa: E402
-from megatron_patches._model.modules import canonical_names  # noqa: E402
+from megatron_patches._model.graphs import captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
+from megatron_patches._model.modules import MODULES, canonical_names  # noqa: E402
 from megatron_patches._rehearsal import script  # noqa: E402
-from offload_engine import (  # noqa: E402
-    FixedBounds,
-    OffloadConfig,  # noqa: E402
-)
+from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
 from offload_engine.sizes import Size, parse_size  # noqa: E402
 
 FIELDS = {
@@ -110,7 +110,7 @@ def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, appli
         make(**{"offload_activation": True, **settings})
 
 
-def test_modules_of_megatrons_own_offload_and_paged_stash_are_refused(applied: Handle) -> None:
+def test_megatrons_own_offload_and_its_paged_stash_are_refused(applied: Handle) -> None:
     config = make(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
     assert resolve(config, NO_DEFAULTS) is None
     with pytest.raises(ValueError, match="would both move"):
@@ -191,9 +191,7 @@ def test_flags_reject_bad_values(flag: str, value: str, message: str, capsys: py
         ("offload_plan_plot", "f", None, "offload_plan_plot=f is about what a budget decides: give .* omit --off"),
     ],
 )
-def test_what_a_budget_excludes_or_needs_is_refused_as_a_field_and_as_a_flag(
-    name: str, value: str, other: str | None, message: str, applied: Handle
-) -> None:
+def test_what_budgets_exclude_or_need(name: str, value: str, other: str | None, message: str, applied: Handle) -> None:
     settings: dict[str, Any] = {name: value, **({other: 1} if other else {})}
     with pytest.raises(ValueError, match=message):
         make(**settings)
@@ -283,21 +281,17 @@ def test_hints_for_unknown_flags(typed: str, hint: str, alone: None, capsys: pyt
 
 
 def test_settings_are_named_as_flags_and_modules_as_typed() -> None:
-    text = "offload_modules has 'router_fc1', but recompute_granularity='full' (('expert_fc1' stands for 'router_fc1')"
-    assert as_typed(text.replace("((", "("), ["expert_fc1,core_attn"]) == (
+    text = "offload_modules has 'router_fc1', but recompute_granularity='full' ('expert_fc1' stands for 'router_fc1')"
+    assert as_typed(text, ["expert_fc1,core_attn"]) == (
         "--offload-modules has 'expert_fc1', but --recompute-granularity 'full'"
     )
     text = "set offload_activation=True (--offload-activation): host_limit_bytes=1,024 is below min_tensor_bytes=2"
     assert as_typed(text, []) == (
         "set --offload-activation: --offload-host-limit-bytes 1,024 is below --offload-min-tensor-bytes 2"
     )
-    assert as_typed("or set host_policy='keep' to", []) == "or set --offload-host-policy 'keep' to"
-    assert as_typed("gpu_budget is 1 MiB", []) == "--offload-gpu-budget is 1 MiB"
 
 
-def test_under_torchrun_the_line_is_in_the_report_and_the_first_rank_comes_first(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_torchrun_the_first_rank_speaks(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank that has an error of its own still speaks, later."""
     waits: list[float] = []
     monkeypatch.setattr("megatron_patches._command_line.time.sleep", waits.append)
@@ -310,3 +304,87 @@ def test_under_torchrun_the_line_is_in_the_report_and_the_first_rank_comes_first
         report = json.loads((tmp_path / "error.json").read_text())
         assert report["message"] == "train.py: error: --offload-activation is off"
         (tmp_path / "error.json").unlink()
+
+
+# -- modules that CUDA graphs capture are refused with both settings named, and all others are offloaded --------------
+
+
+# As megatron-core keeps what it captures; for inference since 0.19.
+Scope = enum.Enum("Scope", "attn mlp moe moe_router moe_preprocess mamba full_iteration")
+Inference = enum.Enum("Inference", "none layer block")
+
+
+def of_scopes(names: str, setting: str = "cuda_graph_scope", **settings: Any) -> Any:
+    scopes = {setting: [Scope[scope] for scope in names.split()]}
+    return SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", **scopes, **settings})
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+@pytest.mark.parametrize(
+    ("scopes", "captured", "free"),
+    [
+        ("attn", "attn_norm layer_input qkv_linear core_attn mla_up_proj", "mlp_norm router_fc1"),
+        ("mlp", "mlp_norm mlp_fc1 mlp_act", "core_attn moe_act router"),
+        ("moe", "router experts dispatched_tokens shared_fc1", "core_attn mlp_fc1"),
+        ("moe_router", "router mlp_norm shared_experts dispatched_tokens", "router_fc1 moe_act"),
+        ("moe_preprocess", "router mlp_norm shared_fc1 dispatched_tokens", "experts mlp_fc2"),
+        ("mamba", "mamba_mixer mamba_in_proj", "core_attn router_fc2 mtp_proj"),
+        ("", " ".join(row.name for row in MODULES), ""),
+    ],
+)
+def test_which_modules_are_captured(setting: str, scopes: str, captured: str, free: str) -> None:
+    graphs, names = of_scopes(scopes, setting), [*free.split(), *captured.split()]
+    assert captured_names(graphs, names) == captured.split()
+    check_cuda_graphs(graphs, names)
+    check_cuda_graphs(graphs, free.split(), has_budget=True)
+    for name in captured.split():
+        with pytest.raises(NotImplementedError, match=rf"offload_gpu_budget beside {setting}, which captures '{name}'"):
+            check_cuda_graphs(graphs, [*free.split(), name], has_budget=True)
+
+
+def test_layers_are_captured_behind_the_step_that_attaches_offload() -> None:
+    check_cuda_graphs(of_scopes("attn", cuda_graph_warmup_steps=1), ["core_attn"])
+    check_cuda_graphs(of_scopes("attn", cuda_graph_warmup_steps=0), ["router_fc1"])
+    with pytest.raises(NotImplementedError, match="'core_attn', which cuda_graph_scope captures, .*_steps=0"):
+        check_cuda_graphs(of_scopes("attn", cuda_graph_warmup_steps=0), ["core_attn"])
+
+
+def test_copies_run_beside_graphs_where_nothing_is_eager_between_them() -> None:
+    eager = ["attn", "moe_router", "attn moe_router moe_preprocess"]
+    for scopes in (*eager, "", "attn mlp", "attn moe", "mamba"):
+        assert num_graphs_beside_copies(of_scopes(scopes)) == (scopes not in eager)
+
+
+@pytest.mark.parametrize("scopes", ["", "attn", "moe_router mamba"])
+def test_the_local_implementation_is_refused(scopes: str) -> None:
+    with pytest.raises(NotImplementedError, match="'router_fc1' beside cuda_graph_impl='local'"):
+        check_cuda_graphs(of_scopes(scopes, cuda_graph_impl="local"), ["router_fc1"])
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},
+    ],
+)
+def test_where_steps_are_captured_whole_all_names_are_free_and_other_settings_are_not(graphs: dict[str, Any]) -> None:
+    for steps in ({}, {"cuda_graph_warmup_steps": 3}):
+        check_cuda_graphs(SimpleNamespace(**graphs, **steps), [row.name for row in MODULES])
+    for settings, has_budget, message in (
+        ({"cuda_graph_warmup_steps": 2}, False, "cuda_graph_warmup_steps=2"),
+        ({}, True, "offload_gpu_budget beside a capture of whole steps"),
+        ({"moe_expert_rank_capacity_factor": 1.5}, False, "moe_expert_rank_capacity_factor"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            check_cuda_graphs(SimpleNamespace(**graphs, **settings), ["core_attn"], has_budget)
+
+
+def test_graphs_that_no_training_step_replays_are_let_be() -> None:
+    old = of_scopes("", cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
+    new = of_scopes("", "cuda_graph_modules", cuda_graph_impl="local", inference_cuda_graph_scope=Inference.block)
+    for graphs in (SimpleNamespace(), of_scopes("attn", cuda_graph_impl="none"), old, new):
+        check_cuda_graphs(graphs, ["core_attn"])
+    new.inference_cuda_graph_scope = Inference.layer  # its graphs are replayed in training, too
+    with pytest.raises(NotImplementedError, match="local"):
+        check_cuda_graphs(new, ["core_attn"])

@@ -286,7 +286,7 @@ def test_a_head_that_is_replaced_goes() -> None:
         ({"config_logger_dir": "/tmp"}, (), {}, True),
     ],
 )
-def test_what_a_schedule_holds_of_the_input_of_a_decoder_is_emptied_only_where_no_other_may_read_it(
+def test_inputs_that_others_may_read_stay(
     config: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_others: bool
 ) -> None:
     chunk: Any = SimpleNamespace(config=SimpleNamespace(**config))

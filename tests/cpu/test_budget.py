@@ -271,9 +271,7 @@ def test_other_microbatches_evaluation_in_between_and_another_engine_in_the_proc
 
 
 @each_job
-def test_longer_sequences_keep_less_at_once_and_are_measured_again(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_longer_sequences_keep_less_and_are_measured_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     longer = ROWS * 3 // 2
     reference = make(config(dry_run=True)).steps(6).steps(8, rows=longer)
     budget = round(0.95 * max(reference.peaks[:6]))
@@ -311,9 +309,7 @@ class WithoutShapes:
         return None
 
 
-def test_where_chunks_differ_later_everything_is_offloaded_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_chunks_differ_all_is_moved(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision before would have nothing move, and what has grown be measured in each second step."""
     longer = ROWS * 3 // 2
     reference = ByHand(config(dry_run=True)).steps(6).steps(20, rows=longer)
@@ -346,7 +342,7 @@ def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used
             load_plan(OffloadEngine(config(gpu_budget=1)), file)
 
 
-def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
+def test_what_files_need_and_what_excludes_a_budget(tmp_path: Path) -> None:
     for engine in (OffloadEngine(config()), OffloadEngine(config(gpu_budget=1))):
         with pytest.raises(OffloadError, match="has no gpu_budget, or has not measured a step yet"):
             save_plan(engine, tmp_path / "plan.json")
@@ -354,9 +350,6 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
             plot_budget(engine, tmp_path / "plan.png")
     with pytest.raises(OffloadError, match="call it before the first iteration"):
         load_plan(OffloadEngine(config()), tmp_path / "plan.json")
-
-
-def test_what_excludes_a_budget_is_refused() -> None:
     settings = config(gpu_budget=1 << 30, policy=Planned())
     with pytest.raises(ValueError, match="activation_loading_horizon=2 and gpu_budget=1,073,741,824 of"):
         offload_wrapper(nn.Sequential(), 2, config=settings)
@@ -580,9 +573,7 @@ def test_what_each_step_reserves_in_vain_keeps_less_where_returning_it_does_not_
     assert gauge.num_trims == num_trims and gauge.held_bytes() <= budget
 
 
-def test_the_first_step_with_other_groups_than_before_a_window_ended_is_not_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_step_with_other_groups_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan knows them in it. The step before it is answered: its groups were known."""
     job, _ = on_gpu(1 << 40)
     job.steps(7)
@@ -614,9 +605,7 @@ def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("extra", "margin"), [(0, 128 << 20), (100 << 20, 200 << 20)])
-def test_auto_leaves_twice_what_varied_from_step_to_step(
-    extra: int, margin: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_leaves_twice_what_varied_between_steps(extra: int, margin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the third step the process holds so much more besides what is allocated; in the first it loads libraries."""
     now = [0]
     monkeypatch.setattr(ResidentGauge, "total_bytes", lambda self: 1 << 40)

@@ -29,9 +29,7 @@ from tests.cpu.test_choose import GIB, one_rank
     [(4, 100.0, 7.0), (4, 102.0, 7.0), (4, 90.0, 9.0), (2, 100.0, 9.0)],
     ids=["alike", "other routing", "shorter sequences", "other microbatches"],
 )
-def test_the_shortest_step_counts_of_those_like_the_measured_one(
-    num_chunks: int, chunk_bytes: float, expected: float
-) -> None:
+def test_the_shortest_of_the_steps_alike_counts(num_chunks: int, chunk_bytes: float, expected: float) -> None:
     floor = FloorSteps(None)
     floor.begin_state()
     for step in ((num_chunks, chunk_bytes, 7.0), (4, 100.0, 9.0)):
@@ -147,9 +145,7 @@ def watch_of(
 
 @pytest.mark.parametrize(("stalled_ms", "recomputed_bytes"), [(1.0, 0), (0.0, 1), (0.0, 0)])
 @pytest.mark.parametrize("unused", [UNUSED, UNUSED + 1])
-def test_half_of_what_a_window_left_is_used_where_that_may_save_time(
-    unused: int, stalled_ms: float, recomputed_bytes: int
-) -> None:
+def test_half_of_what_was_left_is_used_if_it_saves_time(unused: int, stalled_ms: float, recomputed_bytes: int) -> None:
     watch, _, corrected = watch_of(BUDGET - unused, stalled_ms, recomputed_bytes)
     watch.use_what_is_left()
     is_used = unused > UNUSED and (stalled_ms > 0 or recomputed_bytes > 0)

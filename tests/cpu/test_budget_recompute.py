@@ -18,15 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
 from offload_engine.plan_files import load_plan, save_plan
-from tests.cpu.test_budget import (
-    BASE,
-    DEPTH,
-    HIDDEN,
-    Allocator,
-    ByLayers,
-    assert_same_training,
-    config,
-)
+from tests.cpu.test_budget import BASE, DEPTH, HIDDEN, Allocator, ByLayers, assert_same_training, config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 256
@@ -105,9 +97,7 @@ def autocast() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize(("context", "num_forwards"), [(nullcontext, 1), (autocast, 2)])
-def test_below_the_floor_of_offload_layers_are_checkpointed_and_bits_are_equal(
-    context: Context, num_forwards: int
-) -> None:
+def test_below_the_floor_of_offload_layers_are_checkpointed(context: Context, num_forwards: int) -> None:
     reference = NetJob(Net(), context, dry_run=True).steps(8, num_forwards)
     least = NetJob(Net(), context, gpu_budget=1 << 40).steps(8, num_forwards).summary.lowest_bytes
     for budget in (least, round(1.3 * least), max(reference.peaks)):
@@ -137,9 +127,7 @@ def test_inputs_of_checkpointed_layers_are_offloaded_until_it_is_removed() -> No
 
 
 @pytest.mark.parametrize("in_first", [BASE, 0])
-def test_a_step_with_checkpoints_begins_with_an_empty_allocator_where_one_was_above_or_a_plan_knows_them(
-    in_first: int,
-) -> None:
+def test_a_step_with_checkpoints_begins_with_an_empty_allocator(in_first: int) -> None:
     """No plan knows the first; on an H200 its blocks let the third hold 1,024 MiB more than once they were returned."""
     job = NetJob(Net(), gpu_budget=BASE + 2 * lowest())
     gauge = Allocator(job, 0, (in_first, 0))
@@ -163,8 +151,6 @@ def test_off_forbids_it() -> None:
         NetJob(Net(), gpu_budget=auto - 1).steps(8)
     job = NetJob(Net(), gpu_budget=off, recompute="off").steps(8)
     assert not job.recomputed() and not job.summary.recomputed_bytes
-    with pytest.raises(ValueError, match="recompute must be one of auto, off, got 'on'"):
-        config(recompute="on")
 
 
 class Counting(Layer):

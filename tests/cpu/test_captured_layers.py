@@ -102,10 +102,7 @@ def captured(graphs: Graphs, engine: OffloadEngine, **options: Any) -> CapturedL
 
 @contextmanager
 def capturing(graphs: Graphs, engine: OffloadEngine, **options: Any) -> Iterator[CapturedLayers]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        engine.graphs.capture_layers(owner=graphs.owner, **options) as layers,
-    ):
+    with pytest.MonkeyPatch.context() as patch, engine.graphs.capture_layers(owner=graphs.owner, **options) as layers:
         patch.setattr(engine.device, "allocate", graphs.pool.allocate)
         yield layers
 
@@ -130,11 +127,12 @@ def check_replays(graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("beside", [0, 1, 2])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_replays_are_those_without_offload(order: str, beside: int, engine: OffloadEngine) -> None:
+def test_replays_are_those_without_offload_and_ordered(order: str, beside: int, engine: OffloadEngine) -> None:
     wanted = expected(order, range(3))
     graphs = Graphs(order)
     layers = captured(graphs, engine, graphs_beside=beside)
     assert layers.copied_out_bytes > 0 and layers.host_bytes > 0
+    assert not unordered(layers, edges_of(layers), list(uses_of_kernels(graphs)))
     for seed, result in enumerate(wanted):
         assert are_equal(graphs.run(seed), result), seed
 
@@ -388,9 +386,7 @@ def test_groups_say_what_may_leave(engine: OffloadEngine, graphs: Graphs) -> Non
     check_replays(graphs)
 
 
-def test_a_capture_with_an_open_group_or_without_an_end_leaves_no_hooks_and_no_other_follows_the_latter(
-    engine: OffloadEngine, graphs: Graphs
-) -> None:
+def test_a_capture_with_an_open_group_or_without_an_end(engine: OffloadEngine, graphs: Graphs) -> None:
     with engine.graphs.capture_layers(owner=graphs.owner):
         with graphs.graph():
             group = present(engine.graphs.recording).group()
@@ -404,9 +400,7 @@ def test_a_capture_with_an_open_group_or_without_an_end_leaves_no_hooks_and_no_o
     assert not has_hooks()
 
 
-def test_without_room_on_the_host_all_stays_or_the_capture_ends(
-    graphs: Graphs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_host_memory_all_stays_or_an_error_ends_it(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
     with engine_with(host_limit_bytes=1) as full:
         layers = captured(graphs, full)
         assert layers.copied_out_bytes == layers.host_bytes == layers.slot_bytes == 0
@@ -488,9 +482,7 @@ class _Rewriting(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("has_left", [False, True])
-def test_a_tensor_that_was_written_after_its_save_or_by_a_backward_is_an_error(
-    has_left: bool, engine: OffloadEngine, graphs: Graphs
-) -> None:
+def test_what_was_written_after_its_save_is_an_error(has_left: bool, engine: OffloadEngine, graphs: Graphs) -> None:
     x = torch.rand(WIDTH, requires_grad=True)
     with capturing(graphs, engine) as layers:
         chunk = GraphedChunk([Rewriting(graphs.pool, WIDTH, 1.0), *graphs.layers[: 4 * has_left]], graphs.owner)
@@ -594,9 +586,7 @@ def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: Offlo
     assert layers.copied_out_bytes == 0
 
 
-def test_a_backward_outside_of_a_capture_and_one_of_several_forwards_are_refused(
-    engine: OffloadEngine, graphs: Graphs
-) -> None:
+def test_a_backward_outside_and_one_of_several_forwards(engine: OffloadEngine, graphs: Graphs) -> None:
     with capturing(graphs, engine, graphs_beside=0):
         chunk = GraphedChunk(graphs.layers[:4], graphs.owner)
         chunk.capture_forward()
@@ -622,14 +612,6 @@ def uses_of_kernels(graphs: Graphs) -> Iterator[ByteUse]:
                         storage = tensor.untyped_storage()
                         begin, node = storage.data_ptr(), Node("replay", p, graph.number)
                         yield ByteUse("device", begin, begin + storage.nbytes(), node, tensor is out)
-
-
-@pytest.mark.parametrize("beside", [0, 1, 2])
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_uses_of_the_same_bytes_are_ordered(order: str, beside: int, engine: OffloadEngine) -> None:
-    graphs = Graphs(order)
-    layers = captured(graphs, engine, graphs_beside=beside)
-    assert not unordered(layers, edges_of(layers), list(uses_of_kernels(graphs)))
 
 
 def test_each_wait_is_needed_for_that(engine: OffloadEngine, graphs: Graphs) -> None:

@@ -167,9 +167,7 @@ def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
 
 @pytest.mark.timeout(60)  # a copy without a worker would never complete
 @pytest.mark.parametrize("how", ["no room", "interrupted before it", "interrupted behind it"])
-def test_a_start_that_goes_wrong_fails_one_copy_and_leaves_one_thread(
-    how: str, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_goes_wrong_fails_one_copy(how: str, device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     failures, start = [how], threading.Thread.start
 
     def start_or_fail(thread: threading.Thread) -> None:
@@ -219,9 +217,7 @@ def new_file_slab(device: CpuDevice, nbytes: int) -> file_slab.FileSlab:
     return slab
 
 
-def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
-    file_device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreserved_file_is_sparse(file_device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     assert os.fstat(new_file_slab(file_device, MIB)._fd).st_size == MIB

@@ -135,9 +135,7 @@ def last_record(runtime: ctypes.CDLL) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("stream", [STREAM, 0])
-def test_records_waits_and_questions_arrive_and_nothing_is_issued_after_an_error(
-    stream: int, cuda: CudaRuntime, runtime: ctypes.CDLL
-) -> None:
+def test_calls_arrive_and_nothing_follows_an_error(stream: int, cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
     record: tuple[int, ...] = (RECORD, EVENT, stream)
     for call, arguments, expected in (
         (cuda.calls.record, (EVENT, stream), [record]),
@@ -154,9 +152,7 @@ def test_records_waits_and_questions_arrive_and_nothing_is_issued_after_an_error
 
 @pytest.mark.parametrize("count", [1, 2, 64, 65, 100])  # the extension module keeps 64 on its stack
 @pytest.mark.parametrize("stream", [STREAM, 0])
-def test_each_copy_arrives_and_the_event_is_recorded_last(
-    count: int, stream: int, cuda: CudaRuntime, runtime: ctypes.CDLL
-) -> None:
+def test_copies_arrive_and_the_event_is_last(count: int, stream: int, cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
     copies = [(HOST + 512 * i, DEVICE + 1024 * i, NBYTES + i) for i in range(count)]
     batch = [*((COPIED, *copy) for copy in copies), (BATCH, count, STREAM, *ATTRIBUTES), (RECORD, EVENT, STREAM)]
     values = [value for copy in copies for value in copy]
@@ -269,9 +265,7 @@ def batch(copies: Copies, event: CudaEvent, is_in: bool = False) -> Noted:
     return [*copied, (BATCH, len(copies), STREAM, *ATTRIBUTES), (RECORD, event.handle, STREAM)]
 
 
-def test_copies_are_of_whole_storages_and_a_refused_one_is_a_copy_error(
-    cuda: CudaRuntime, runtime: ctypes.CDLL
-) -> None:
+def test_copies_are_of_whole_storages_and_raise_copy_errors(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
     storage = torch.zeros(16, 16)
     event = cuda.copy_out(STREAM, [(storage.t()[2:], HostRegion(Slab(), 512, 1024))])
     copied = (COPY, HOST + 512, storage.data_ptr(), 1024, 2, STREAM)
@@ -291,9 +285,7 @@ def test_copies_are_of_whole_storages_and_a_refused_one_is_a_copy_error(
                 cuda.copy_in(STREAM, backwards(some))
 
 
-def test_a_routine_makes_its_calls_with_the_same_events_each_time_and_up_to_an_error(
-    cuda: CudaRuntime, routine: CudaRoutine, runtime: ctypes.CDLL
-) -> None:
+def test_a_routine_calls_up_to_an_error(cuda: CudaRuntime, routine: CudaRoutine, runtime: ctypes.CDLL) -> None:
     copies = make_copies(1, 2, 3)
     ran = routine.record_event(COMPUTE)
     routine.wait_event(STREAM, ran)

@@ -115,9 +115,7 @@ def test_the_limit_counts_what_graphs_have(device: GraphDevice) -> None:
     assert slabs.nbytes == held and slabs.room() == limit - held
 
 
-def test_host_memory_is_missing_in_the_capture_where_it_was_before_and_else_that_is_refused(
-    training: Training, device: GraphDevice
-) -> None:
+def test_host_memory_is_missing_as_before_or_that_is_refused(training: Training, device: GraphDevice) -> None:
     assert training.engine.trim_host_memory() > 0
     with pytest.raises(OffloadError, match="none can be pinned"), training.engine.graphs.capture(device.graph()):
         training.step()
@@ -132,9 +130,7 @@ def test_host_memory_is_missing_in_the_capture_where_it_was_before_and_else_that
 
 
 @pytest.mark.parametrize("where", ["in front of the step", "in the step", "behind a forward"])
-def test_after_an_error_in_a_capture_the_engine_is_right_and_its_streams_are_joined(
-    where: str, training: Training, device: GraphDevice
-) -> None:
+def test_after_an_error_the_streams_are_joined(where: str, training: Training, device: GraphDevice) -> None:
     engine = training.engine
     with pytest.raises(ZeroDivisionError), engine.graphs.capture(device.graph()), contextlib.ExitStack() as stack:
         if where == "behind a forward":

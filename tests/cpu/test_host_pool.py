@@ -7,7 +7,6 @@ import gc
 import operator
 import random
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ ALIGNMENT = 4
 
 @dataclass
 class FakeEvent:
-    """Equal to others, to catch bookkeeping that relies on equality."""
+    """Equal to others, to catch books that compare by value."""
 
     fails: bool = False
     done: bool = False
@@ -239,7 +238,7 @@ def test_the_bytes_of_a_group_wait_for_the_last_copy_of_each_part_once() -> None
 # -- room -------------------------------------------------------------------------------------------------------------
 
 
-def test_idle_slabs_make_room_below_the_limit() -> None:
+def test_idle_slabs_make_room_below_the_limit_and_no_more_of_them_than_a_lease_needs() -> None:
     pool, device = make_pool(limit_bytes=96, slab_bytes=32)
     first, second, _ = lend_all(pool, 32, 32, 32)
     reading = FakeEvent()
@@ -249,15 +248,12 @@ def test_idle_slabs_make_room_below_the_limit() -> None:
     assert device.open_bytes == 96, "nothing is closed when that would not be enough"
     reading.done = True
     assert pool.lend(64) is not None and device.open_slabs == [32, 64]
-
-
-def test_no_more_idle_slabs_are_closed_than_a_lease_needs() -> None:
     pool, device = make_pool(limit_bytes=192)
     lend_and_return(pool, 64, 64)
     assert pool.lend(128) is not None and device.open_bytes == 192
 
 
-def test_pool_without_a_limit_takes_a_share_of_free_memory() -> None:
+def test_a_pool_without_a_limit_takes_a_share_of_free_memory_that_is_not_spared_for_others() -> None:
     pool, device = make_pool(slab_bytes=4)
     device.told_free_bytes = 1000
     assert [pool.lend(100) is None for _ in range(10)] == [False] * 8 + [True] * 2
@@ -266,9 +262,6 @@ def test_pool_without_a_limit_takes_a_share_of_free_memory() -> None:
     assert pool.lend(4) is None and device.open_bytes == 800
     device.told_free_bytes = 2000  # a machine that has grown
     assert pool.room_bytes == 800 and pool.lend(800) is not None
-
-
-def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
     pool, device = make_pool(told_free_bytes=1000)
     pool.spare(500)
     assert pool.lend(401) is None and pool.lend(400)  # four fifths of the other half
@@ -288,15 +281,19 @@ def test_room_is_the_largest_lease() -> None:
     assert pool.lend(504) is None and pool.lend(500) is not None and pool.lend(400) is not None
 
 
-def test_full_host_tier() -> None:
+def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
     pool, device = make_pool(slab_bytes=64, capacity=80)
     first, second = lend_all(pool, 60, 16)
-    assert device.open_slabs == [64, 16], "no room for a whole slab, only for what is needed"
-    assert pool.lend(8) is None
+    assert device.open_slabs == [64, 16] and pool.lend(8) is None
     pool.return_lease(first)
     assert pool.lend(72) is None and device.open_slabs[-1] == 16
     pool.return_lease(second)
     assert pool.lend(72) is not None and device.open_bytes == 72, "idle slabs make room"
+    pool, device = make_pool(slab_bytes=64, capacity=96)
+    assert pool._slabs.grow(16, 64) and device.open_bytes == 64  # one, and not one of each size
+    assert pool._slabs.grow(16, 64) and device.open_bytes == 80
+    assert pool._slabs.grow(32, 64) and device.open_bytes == 32  # the idle ones have made room
+    assert not make_pool(limit_bytes=64)[0]._slabs.grow(128, 64)
 
 
 @pytest.mark.parametrize("left_bytes", [0, 64])
@@ -305,14 +302,6 @@ def test_host_bytes_taken_by_others_are_not_available(left_bytes: int) -> None:
     pool, device = make_pool()
     device.free_host_bytes = mock.Mock(side_effect=[1024, *[left_bytes] * 9])  # type: ignore[method-assign]
     assert not pool._slabs.grow(128, 64) and not device.slabs
-
-
-def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
-    pool, device = make_pool(slab_bytes=64, capacity=96)
-    assert pool._slabs.grow(16, 64) and device.open_bytes == 64  # one, and not one of each size
-    assert pool._slabs.grow(16, 64) and device.open_bytes == 80
-    assert pool._slabs.grow(32, 64) and device.open_bytes == 32  # the idle ones have made room
-    assert not make_pool(limit_bytes=64)[0]._slabs.grow(128, 64)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +358,12 @@ def test_slabs_are_not_replaced_again_and_again() -> None:
     assert device.open_slabs == [332, 152] and len(device.slabs) == 10
 
 
-def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
+def test_a_frozen_pool_refuses_what_only_the_freeze_forbids_and_keeps_its_slabs_until_it_is_thawed() -> None:
+    limited, _ = make_pool(limit_bytes=64)
+    limited.freeze()
+    assert limited.lend(65) is None
+    with pytest.raises(OffloadError, match="none can be"):
+        limited.lend(64)
     pool, _ = make_pool(slab_bytes=64)
     assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
     pool._is_frozen = True
@@ -377,16 +371,6 @@ def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
     assert len(pool._slabs.by_index) == 2
     pool.thaw()
     assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
-
-
-@pytest.mark.parametrize(
-    ("need", "expected"), [(64, pytest.raises(OffloadError, match="none can be")), (65, nullcontext())]
-)
-def test_a_frozen_pool_refuses_what_only_the_freeze_forbids(need: int, expected: Any) -> None:
-    pool, _ = make_pool(limit_bytes=64)
-    pool.freeze()
-    with expected:
-        assert pool.lend(need) is None
 
 
 # -- returns at any time, and recovery ---------------------------------------------------------------------------------
@@ -422,14 +406,6 @@ def test_new_books_take_back_a_lease_that_was_lost_and_ignore_those_of_the_old_o
     assert present(pool.lend(32)).ready_after == (), "a copy that failed holds none back"
 
 
-def test_host_bytes_returned_while_the_pool_was_busy_are_room() -> None:
-    pool, _ = make_pool(limit_bytes=64)
-    [lease] = lend_all(pool, 64)
-    with pool._lock:  # as in the garbage collector, in the middle of an operation
-        pool.return_lease(lease, ())
-    assert pool.room_bytes == 64
-
-
 def test_returns_by_the_garbage_collector_in_the_middle_of_a_call() -> None:
     """A cycle that owns a lease may be collected at any allocation, also at those of the pool itself."""
     pool, device = make_pool()
@@ -452,6 +428,11 @@ def test_returns_by_the_garbage_collector_in_the_middle_of_a_call() -> None:
         Owner()
     pool.lend(100)
     assert (pool.num_leases, pool.lent_bytes) == (1, 100)
+    limited, _ = make_pool(limit_bytes=64)
+    [lease] = lend_all(limited, 64)
+    with limited._lock:  # as in the middle of an operation
+        limited.return_lease(lease, ())
+    assert limited.room_bytes == 64
 
 
 # -- free extents, of which the slabs consist --------------------------------------------------------------------------
@@ -487,9 +468,6 @@ def test_bytes_read_by_unawaited_copies_are_taken_last() -> None:
     extents.put(3, 0, 20)
     far.done = True
     assert present(extents.take(6)).slab == 2, "a completed copy needs no wait"
-
-
-def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped() -> None:
     extents, event = make_extents(), FakeEvent()
     extents.put(0, 0, 8, [event])
     (extent,) = extents
@@ -498,7 +476,7 @@ def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped() -> N
     assert extents.pending_events(extent) == () and extent.guards == []
     extents.remove(extent)
     extents.put(0, 8, 8)
-    assert [extent.nbytes for extent in extents] == [8]
+    assert [extent.nbytes for extent in extents] == [8], "removed bytes have no neighbour"
 
 
 @pytest.mark.parametrize("nbytes", [4, 8, 12, 24])

@@ -163,9 +163,7 @@ def test_view_of_a_result_holds_its_slot(reader: MappedReader, part: Callable[[A
     assert reader.read(numbers(0)).wait().data_ptr() == address
 
 
-def test_an_abandoned_read_keeps_its_slot_and_a_wait_lasts_until_the_kernel_is_over(
-    reader: MappedReader, runtime: Runtime
-) -> None:
+def test_an_abandoned_read_keeps_its_slot_and_a_wait_lasts(reader: MappedReader, runtime: Runtime) -> None:
     runtime.is_slow = True
     abandoned = reader.read(numbers(1)).tensor.data_ptr()
     read, done = reader.read(numbers(1)), threading.Event()

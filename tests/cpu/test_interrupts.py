@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C between any two lines: no lock stays held, no storage stays for ever, and the interrupt is not lost."""
+"""What goes wrong around the engine: Ctrl-C between any two lines, no memory, skipped steps."""
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from offload_engine import (
     IS_COMPILED,
@@ -32,8 +35,9 @@ from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved import store
 from offload_engine.frontends._common.session import Session
+from tests.adversarial import AdversarialDevice
 from tests.engine_state import is_free
-from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Job, Model
+from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Model
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
 
@@ -84,24 +88,16 @@ class Lock:
         return getattr(self.lock, name)
 
 
-def test_an_interrupt_leaves_the_lock_free() -> None:
+def test_an_interrupt_leaves_the_lock_free_and_a_held_one_is_not_waited_for() -> None:
     """While it is taken, and in the work that is done under it."""
-    lock: Any = Lock()
-    with pytest.raises(KeyboardInterrupt):
-        run_if_free(lock, lambda: None)
-    assert is_free(lock.lock)
-    with pytest.raises(KeyboardInterrupt):
-        run_if_free(lock.lock, lambda: signal.raise_signal(signal.SIGINT))
-    assert is_free(lock.lock)
-
-
-def test_a_lock_that_is_held_is_not_waited_for() -> None:
-    lock, done = threading.RLock(), list[str]()
+    interrupted_lock: Any = Lock()
+    lock, done = interrupted_lock.lock, list[str]()
+    for each, work in ((interrupted_lock, lambda: None), (lock, lambda: signal.raise_signal(signal.SIGINT))):
+        with pytest.raises(KeyboardInterrupt):
+            run_if_free(each, work)
+        assert is_free(lock)
     with lock:
-        assert not run_if_free(lock, lambda: done.append("by this thread"))
-        thread = threading.Thread(target=lambda: run_if_free(lock, lambda: done.append("by another")))
-        thread.start()
-        thread.join()
+        assert not run_if_free(lock, lambda: done.append("by this thread")) and not is_free(lock)
     assert not done and run_if_free(lock, lambda: done.append("free")) and done == ["free"] and is_free(lock)
 
 
@@ -149,9 +145,7 @@ def test_an_interrupt_in_a_destructor_ends_the_step(engine: OffloadEngine, numbe
     engine.end_iteration()
 
 
-def test_after_a_torn_operation_the_next_iteration_begins_anew(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_torn_operation_new_books_begin(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.begin_iteration()
     chunk = engine.start_chunk()
     chunk.open_group("group")
@@ -214,9 +208,7 @@ def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEng
 
 
 @needs_source
-def test_an_interrupt_between_a_lease_and_its_storages_loses_no_host_bytes(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_behind_a_lease_loses_no_bytes(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(GroupLease, "__init__", interrupted)
         step(engine)
@@ -233,51 +225,42 @@ def no_hooks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_hooks")
-@pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("name", JOBS)
-def test_hooks_that_an_interrupt_leaves_are_taken_off(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes right behind a push of hooks, in front of the `with` that pops them."""
+@pytest.mark.parametrize(
+    ("name", "owner", "method", "number"),
+    [
+        *((name, OwnHooks, "__enter__", number) for name in JOBS for number in (1, 3)),
+        *(
+            pytest.param(name, Session, "start_forward", 1, marks=needs_source)
+            for name in ("enable_activation_offloading", "enable_ckpt")
+        ),
+    ],
+)
+def test_hooks_that_an_interrupt_leaves_are_taken_off(
+    name: str, owner: Any, method: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes right behind a push of hooks, in front of the `with` that pops them; and in front of a forward."""
     expected = JOBS[name](None).step()
     job = JOBS[name](DEVICES["cpu"]())
     job.step()
-    enter, num_left = OwnHooks.__enter__, number
+    call, num_left = getattr(owner, method), number
 
-    def interrupted_enter(hooks: OwnHooks) -> None:
+    def interrupted_call(self: Any) -> Any:
         nonlocal num_left
-        enter(hooks)
+        result = call(self)
         num_left -= 1
         if num_left == 0:
             raise KeyboardInterrupt
+        return result
 
-    monkeypatch.setattr(OwnHooks, "__enter__", interrupted_enter)
+    monkeypatch.setattr(owner, method, interrupted_call)
     with pytest.raises(KeyboardInterrupt):
         while num_left > 0:
             job.step()
-    recovers(job, expected)
-
-
-def recovers(job: Job, expected: list[torch.Tensor]) -> None:
-    """Check that offload goes on, and end the job."""
     job.recover()
     assert all(map(torch.equal, job.step(), expected))
     assert torch_private.innermost_hooks(True) is None
     assert job.engine is not None and job.engine.stats.copied_out_bytes > 0
     job.close()
-
-
-@needs_source
-@pytest.mark.parametrize("name", ["enable_activation_offloading", "enable_ckpt"])
-def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted_start(session: Session) -> None:
-        start_forward(session)
-        raise KeyboardInterrupt
-
-    job = JOBS[name](DEVICES["cpu"]())
-    expected, start_forward = job.step(), Session.start_forward
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Session, "start_forward", interrupted_start)
-        job.step()
-    recovers(job, expected)
 
 
 @pytest.mark.usefixtures("no_hooks")
@@ -300,4 +283,64 @@ def test_behind_an_interrupt_in_a_layer_other_models_are_right(enable_ckpt: bool
         handle.remove()
     assert all(map(torch.equal, gradients(model), expected))
     assert torch_private.innermost_hooks(True) is None
+    handle.remove()
+
+
+# -- no memory for buffers of the engine, and steps that a gradient scaler skips --------------------------------------
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="the store has bound the method that this replaces")
+@pytest.mark.parametrize("name", JOBS)
+def test_the_step_after_no_memory_for_a_buffer_is_equal(name: str, device: AdversarialDevice) -> None:
+    num_left, expected = 0, JOBS[name](None).step()
+
+    def fail_or_allocate(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise torch.OutOfMemoryError("no memory, says the test")
+        return allocate(*args, **options)
+
+    job = JOBS[name](device)
+    job.step()
+    allocate, num_failed = device.allocate, 0
+    for number in range(1, 200):
+        num_left = number
+        with mock.patch.object(device, "allocate", fail_or_allocate), suppress(torch.OutOfMemoryError):
+            job.step()
+            assert num_left > 0, "the step went on without its buffer"
+            break
+        num_failed += 1
+        job.recover()
+        assert all(map(torch.equal, job.step(), expected))
+        assert job.engine is not None and not job.engine.has_saved and job.engine.pool.num_leases == 0
+    assert num_failed > 0, "nothing is copied in"
+    job.close()
+
+
+def train_with_scaler(model: nn.Module) -> tuple[list[float], int]:
+    """Train in fp16 fashion; return the scales, and how many steps were skipped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales, num_skipped = [], 0
+    for number in range(8):
+        optimizer.zero_grad()
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)) * 1e3
+        scaler.scale(model(x).pow(2).sum() * 1e3).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        num_skipped += all(map(torch.equal, before, model.parameters()))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, num_skipped
+
+
+def test_a_gradient_scaler_skips_the_same_steps_and_comes_to_the_same_weights() -> None:
+    plain = Model()
+    offloaded = copy.deepcopy(plain)
+    expected = train_with_scaler(plain)
+    handle = enable_activation_offloading(offloaded, "none", config=CONFIG)
+    assert train_with_scaler(offloaded) == expected and 0 < expected[1] < 8, expected
+    assert all(map(torch.equal, plain.parameters(), offloaded.parameters()))
+    assert handle.stats.copied_out_bytes > 0
     handle.remove()
