@@ -106,6 +106,12 @@ def bench(request: pytest.FixtureRequest, settings: dict[str, int]) -> Iterator[
     assert bench.device.hazards == [] and bench.device.host_bytes == 0
 
 
+def test_rules_1_3_4_5_out_and_in_again(bench: Bench) -> None:
+    handles = {value: bench.save_full(value) for value in (3.0, 5.0, 7.0)}
+    assert bench.device.num_copies == {"out": 3}
+    assert all(bench.reads(handles[value], value) for value in (7.0, 5.0, 3.0))
+
+
 @host_has_one_lease
 def test_rule_2_a_lease_lent_again_before_its_copy_in_ran(bench: Bench) -> None:
     first = bench.save_full(3.0)
@@ -166,6 +172,17 @@ def test_one_group_that_saves_on_two_streams(bench: Bench) -> None:
     assert all(bench.reads(handle, value) for handle, value in zip(handles, (3.0, 5.0, 7.0), strict=True))
 
 
+def test_copied_in_storage_does_not_move_again(bench: Bench) -> None:
+    handle = bench.save_full(3.0)
+    with bench.device.compute_stream("comm") as comm:
+        assert bench.reads(handle, 3.0)
+    bench.wait_for(comm)
+    with bench.device.compute_stream("other"):  # knows nothing of the copy-in, nor owns the buffer
+        bench.chunk.bulk_offload_group(0)
+    assert bench.device.num_copies == {"out": 1, "in": 1}
+    assert bench.reads(handle, 3.0)
+
+
 # -- handed over to the one who reads it -------------------------------------------------------------------------------
 
 
@@ -183,6 +200,15 @@ def test_storage_read_once_can_be_read_again(bench: Bench, settings: dict[str, i
 
 
 @host_has_one_lease
+def test_storage_read_once_keeps_its_lease(bench: Bench) -> None:
+    first = bench.save_full(3.0, is_read_once=True)
+    assert bench.reads(first, 3.0)
+    second = bench.save_full(5.0)
+    assert bench.engine.stats.num_offloaded_groups == 1 and bench.engine.pool.lent_bytes == NBYTES
+    assert bench.reads(first, 3.0) and bench.reads(second, 5.0)
+
+
+@host_has_one_lease
 @pytest.mark.parametrize("num_reads", [1, 2])
 def test_rule_2_a_lease_lent_again_before_the_last_copy_in_ran(bench: Bench, num_reads: int) -> None:
     """On a stream that has not waited for it, as that of the one reader has."""
@@ -194,6 +220,16 @@ def test_rule_2_a_lease_lent_again_before_the_last_copy_in_ran(bench: Bench, num
         assert bench.engine.stats.num_offloaded_groups == 2
         assert bench.reads(second, 5.0)
     assert all(value.eq(3.0).all() for value in values)
+
+
+@copies_are_late
+def test_rule_3_handed_over_before_its_copy_out_ran(bench: Bench) -> None:
+    """The reader drops the buffer of the forward, from which the copy-out has not read yet."""
+    handle = bench.save_full(3.0, is_read_once=True)
+    bench.chunk.recall_groups()
+    assert bench.reads(handle, 3.0)
+    assert bench.engine.stats.copied_in_bytes == 0
+    assert bench.reads(handle, 3.0)
 
 
 @copies_are_late
@@ -242,6 +278,16 @@ def test_rule_7_storage_of_another_stream_is_not_handed_over(bench: Bench) -> No
     bench.device.record_event(comm)
 
 
+def test_storage_held_elsewhere_is_not_handed_over(bench: Bench) -> None:
+    """It was emptied and restored in place: the bytes would stay all the same."""
+    tensor = torch.full((NUMEL,), 3.0)
+    [handle] = bench.save(tensor, is_read_once=True)
+    bench.engine.held_elsewhere(tensor)
+    assert tensor.untyped_storage().nbytes() == 0
+    assert bench.reads(handle, 3.0) and bench.reads(handle, 3.0)
+    assert tensor.eq(3.0).all() and bench.device.num_copies["in"] == 1
+
+
 def test_storage_held_after_its_hand_over_is_checked_again(bench: Bench) -> None:
     tensor = torch.full((NUMEL,), 3.0)
     [handle] = bench.save(tensor, is_read_once=True)
@@ -251,6 +297,14 @@ def test_storage_held_after_its_hand_over_is_checked_again(bench: Bench) -> None
     view.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         bench.reads(handle, 3.0)
+
+
+def test_storage_with_two_readers_is_not_handed_over(bench: Bench) -> None:
+    tensor = torch.full((NUMEL,), 3.0)
+    first, second = bench.save(tensor, tensor, is_read_once=True)
+    del tensor
+    assert all(bench.reads(handle, 3.0) for handle in (first, second, first))
+    assert bench.device.num_copies["in"] == 1
 
 
 def test_a_second_reader_that_comes_late_shares_the_buffer(bench: Bench) -> None:
@@ -380,7 +434,9 @@ def test_held_elsewhere_ignores_tensors_that_stay(case: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["graph dropped", "reset", "no memory"])
-def test_a_holder_is_whole_without_a_backward(holder: Bench, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_remaining_holder_reads_its_bytes_after_a_step_without_backward(
+    holder: Bench, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     x = make_input()
     out = holder.square(x)
     holder.hold(x)
