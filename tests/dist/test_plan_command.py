@@ -25,6 +25,7 @@ TWO_STAGES = ["--pipeline-model-parallel-size", "2"]
 INTERLEAVED = [*TWO_STAGES, "--num-virtual-stages-per-pipeline-rank", "2"]
 NAMES = ["--offload-activation", "--offload-modules", "core_attn", "mlp_fc1"]
 AUTO = ["--offload-gpu-budget", "auto"]
+LONG = ["--seq-length", "4096"]
 
 
 def _run(*arguments: str) -> tuple[str, str, int]:
@@ -79,7 +80,7 @@ def test_experts_on_two_nodes_and_named_modules_only() -> None:
 
 def test_a_budget_that_needs_offload() -> None:
     """The saved tensors of two forwards do not fit; what was chosen does, and takes less time than the other ways."""
-    wide = ["--num-layers", "8", "--seq-length", "4096", "--hidden-size", "1024"]
+    wide = ["--num-layers", "8", *LONG, "--hidden-size", "1024", "--global-batch-size", "2"]
     out = _plan("--budget", "12GiB", *JOB, *wide, "--attention-dropout", "0", "--hidden-dropout", "0")
     lines = (line.split("│") for line in out.splitlines())
     rows = {words[1].strip(): [word.strip() for word in words[2:]] for words in lines if words[2:]}
@@ -94,25 +95,44 @@ def _moved(out: str) -> dict[tuple[str, str], tuple[int, float, float]]:
     return {(row[0], row[1]): (int(row[2]), float(row[3]), float(row[4])) for row in cells if row[2].isdigit()}
 
 
-@pytest.mark.parametrize("is_in_front", [True, False], ids=["in front of the script", "behind it"])
-def test_what_stays_on_a_run_stays_in_the_forecast(is_in_front: bool) -> None:
+STAYING: dict[str, list[str]] = {
+    "everything moves": NAMES,
+    "layers": [*NAMES, "--offload-num-layers", "1"],
+    "sizes": [*NAMES, "--offload-min-tensor-bytes", "mlp_fc1=1GiB"],
+    "by rank": [*NAMES, "--offload-rank-delta-bytes", "1GiB"],
+    "fraction": [*NAMES, "--offload-fraction", "0"],
+    "default names": ["--offload-activation"],
+    "budget": AUTO,
+}
+
+
+def test_what_stays_on_a_run_stays_in_the_forecast() -> None:
     """And the budget of the run is that of the forecast: all of the GPU but the margin that a run leaves."""
-
-    def plan(*flags: str) -> str:
-        long = ["--seq-length", "4096", "--hidden-size", "256", "--attention-dropout", "0"]
-        front, behind = (flags, ()) if is_in_front else ((), flags)
-        return _plan("--hardware", "h200x2", *front, *JOB, *long, *TWO_STAGES, *behind)
-
+    job = [*JOB, *LONG, "--attention-dropout", "0", "--hidden-size", "256", *TWO_STAGES, "--global-batch-size", "2"]
+    tables = {name: _plan("--hardware", "h200x2", *flags, *job) for name, flags in STAYING.items()}
+    moved = {name: _moved(table) for name, table in tables.items()}
     first, last = ("0", "mlp_fc1"), ("1", "mlp_fc1")
-    everything = _moved(plan(*NAMES))
-    assert everything[first][0] == 8 and everything[first][2] > 0.01 and everything[last][2] > 0
-    assert _moved(plan(*NAMES, "--offload-num-layers", "1"))[first][0] == 4
-    assert _moved(plan(*NAMES, "--offload-min-tensor-bytes", "mlp_fc1=1GiB"))[first][2] == 0
-    delta = _moved(plan(*NAMES, "--offload-rank-delta-bytes", "1GiB"))
-    assert delta[first] == everything[first] and delta[last][2] == 0
-    assert _moved(plan(*NAMES, "--offload-fraction", "0"))[first][2] == 0
-    assert "137.62 of 139.8 GiB of each GPU" in plan(*AUTO)
-    assert {name for _, name in _moved(plan("--offload-activation"))} == {"core_attn"}
+    everything = moved["everything moves"]
+    assert everything[first][0] == 4 and everything[first][2] > 0.01 and everything[last][2] > 0
+    assert moved["layers"][first][0] == 2
+    assert moved["sizes"][first][2] == moved["fraction"][first][2] == 0
+    assert moved["by rank"][first] == everything[first] and moved["by rank"][last][2] == 0
+    assert {name for _, name in moved["default names"]} == {"core_attn"}
+    assert "137.62 of 139.8 GiB of each GPU" in tables["budget"]
+
+
+def test_flags_behind_the_script_are_those_in_front_of_it() -> None:
+    (found,) = run_ranks(_settings_of_both, list(STAYING.values()), pipeline=None)
+    assert all(front == behind for front, behind in found) and len({front for front, _ in found}) == len(STAYING)
+
+
+def _settings_of_both(each: list[list[str]]) -> list[tuple[str, str]]:
+    from megatron_patches.__main__ import _make_parser, _settings
+    from megatron_patches._rehearsal.script import read_job
+
+    front = [read_job(JOB, 2, _settings(_make_parser().parse_args(flags))) for flags in each]
+    behind = [read_job([*JOB, *flags], 2) for flags in each]
+    return [(repr(job.settings), repr(other.settings)) for job, other in zip(front, behind, strict=True)]
 
 
 MISTAKES = [

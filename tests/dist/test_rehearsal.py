@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from offload_engine.planning.clocks import Link
+from offload_engine.rehearsal.allocated import AllocatedBytes
+from offload_engine.rehearsal.device import StepClocks, steps_until_steady
 from tests.dist.launch import Pipeline, run_ranks
 
 LONG = Path(__file__).parents[2] / "docs/results/2026-11-26_long_h200.jsonl"
@@ -103,6 +106,16 @@ def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
     return ranks
 
 
+@pytest.mark.parametrize(("reserving", "num_steps"), [({0}, 2), ({0, 1}, 3), ({0, 1, 2}, 3), (set(), 2)], ids=str)
+def test_steps_are_rehearsed_until_one_reserves_nothing(reserving: set[int], num_steps: int) -> None:
+    allocated, held = AllocatedBytes(lambda key: None), list[torch.Tensor]()
+    for number, _ in enumerate(steps_until_steady(allocated, StepClocks(Link()))):
+        if number in reserving:
+            held.append(torch.empty(32 * MIB, dtype=torch.uint8))
+            allocated.note(held[-1].untyped_storage())
+    assert number + 1 == num_steps
+
+
 class Measured(NamedTuple):
     """What GPUs have shown, from docs/results/2026-11-23_h200.md; MiB allocated, and ms of a step of all ranks."""
 
@@ -157,7 +170,6 @@ def _held_at_32768_tokens(places: list[tuple[str, str]]) -> list[int]:
     from megatron_patches._rehearsal.forecast import _FULL
     from megatron_patches._rehearsal.stage import StageRehearsal
     from offload_engine import OffloadConfig
-    from offload_engine.planning.clocks import Link
     from offload_engine.planning.hardware import find_hardware
     from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES
 
@@ -234,7 +246,6 @@ def _first_decisions(name: str) -> tuple[int, int, int, list[First]]:
     """Return the lowest budget, what no offload holds, the largest group, and what was decided between."""
     from benchmarks.gpu.settings import Shape
     from megatron_patches._rehearsal.stage import StageRehearsal
-    from offload_engine.planning.clocks import Link
     from offload_engine.planning.hardware import find_hardware
     from offload_engine.planning.shapes import largest_bytes
 
