@@ -9,10 +9,14 @@ import io
 import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.dist.launch import run_ranks
+from megatron_patches.__main__ import _make_parser, _settings, main
+from megatron_patches._rehearsal import stage
+from megatron_patches._rehearsal.script import read_job
+from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.programs import TRAINER
 
 MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
@@ -28,23 +32,25 @@ AUTO = ["--offload-gpu-budget", "auto"]
 LONG = ["--seq-length", "4096"]
 
 
-def _run(*arguments: str) -> tuple[str, str, int]:
-    """Run the command in a process of its own; return what it prints, its errors, and its exit status."""
-    (found,) = run_ranks(_command, list(arguments), pipeline=None, timeout_s=300)
-    return found
-
-
 def _plan(*arguments: str) -> str:
     """Return the tables of a job that can be planned."""
-    out, error, status = _run("--plan", *arguments)
+    [(out, error, status)] = _run([list(arguments)])
     assert status == 0, error
     return out
 
 
-def _command(arguments: list[str]) -> tuple[str, str, int]:
-    from megatron_patches.__main__ import main
+def _run(each: list[list[str]]) -> list[tuple[str, str, int]]:
+    """Run commands in a process of their own; return what each prints, its errors, and its exit status."""
+    (found,) = run_ranks(_commands, [["--plan", *arguments] for arguments in each], pipeline=None, timeout_s=300)
+    return found
 
+
+def _commands(each: list[list[str]]) -> list[tuple[str, str, int]]:
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"  # megatron.training asks for it where it reads recipes
+    return [_command(arguments) for arguments in each]
+
+
+def _command(arguments: list[str]) -> tuple[str, str, int]:
     out, error, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
@@ -109,7 +115,8 @@ STAYING: dict[str, list[str]] = {
 def test_what_stays_on_a_run_stays_in_the_forecast() -> None:
     """And the budget of the run is that of the forecast: all of the GPU but the margin that a run leaves."""
     job = [*JOB, *LONG, "--attention-dropout", "0", "--hidden-size", "256", *TWO_STAGES, "--global-batch-size", "2"]
-    tables = {name: _plan("--hardware", "h200x2", *flags, *job) for name, flags in STAYING.items()}
+    found = _run([["--hardware", "h200x2", *flags, *job] for flags in STAYING.values()])
+    tables = {name: out for name, (out, _, _) in zip(STAYING, found, strict=True)}
     moved = {name: _moved(table) for name, table in tables.items()}
     first, last = ("0", "mlp_fc1"), ("1", "mlp_fc1")
     everything = moved["everything moves"]
@@ -121,18 +128,14 @@ def test_what_stays_on_a_run_stays_in_the_forecast() -> None:
     assert "137.62 of 139.8 GiB of each GPU" in tables["budget"]
 
 
+@on_ranks(None)
 def test_flags_behind_the_script_are_those_in_front_of_it() -> None:
-    (found,) = run_ranks(_settings_of_both, list(STAYING.values()), pipeline=None)
-    assert all(front == behind for front, behind in found) and len({front for front, _ in found}) == len(STAYING)
-
-
-def _settings_of_both(each: list[list[str]]) -> list[tuple[str, str]]:
-    from megatron_patches.__main__ import _make_parser, _settings
-    from megatron_patches._rehearsal.script import read_job
-
-    front = [read_job(JOB, 2, _settings(_make_parser().parse_args(flags))) for flags in each]
-    behind = [read_job([*JOB, *flags], 2) for flags in each]
-    return [(repr(job.settings), repr(other.settings)) for job, other in zip(front, behind, strict=True)]
+    found = []
+    for flags in STAYING.values():
+        front = read_job(JOB, 2, _settings(_make_parser().parse_args(flags)))
+        found.append(repr(front.settings))
+        assert found[-1] == repr(read_job([*JOB, *flags], 2).settings)
+    assert len({*found}) == len(STAYING)
 
 
 MISTAKES = [
@@ -147,6 +150,8 @@ MISTAKES = [
     (["--plan", str(TRAINER), *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
     (["--plan", "--hardware", "h200x3", *JOB, *TWO_STAGES], "3 GPUs cannot be divided among model replicas of 2"),
     (["--hardware", "h100", "--budget", "3GiB", str(TRAINER)], "--hardware, --budget without --plan changes nothing"),
+    (["--offload-activation"], "no script given"),
+    (["missing.py"], "there is no script 'missing.py'"),
 ]
 
 
@@ -161,27 +166,15 @@ def _check_mistakes(mistakes: list[tuple[list[str], str]]) -> None:
         assert status == 2 and message in error.splitlines()[-1], error
 
 
-def _commands(each: list[list[str]]) -> list[tuple[str, str, int]]:
-    return [_command(arguments) for arguments in each]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("build_chunk", "stage 0 cannot be"), ("_forward_step", "a step of stage 0 without offload cannot be")],
 )
+@on_ranks(None)
 def test_a_rehearsal_that_breaks_off_is_one_line(name: str, message: str) -> None:
-    ((_, error, status),) = run_ranks(_broken_command, name, pipeline=None)
+    setattr(stage, name, mock.Mock(side_effect=RuntimeError("no kernel.\nframes of C++")))
+    _, error, status = _command(["--plan", *JOB])
     assert status == 2 and f"error: {message} rehearsed: no kernel. Omit" in error.splitlines()[-1]
-
-
-def _broken_command(name: str) -> tuple[str, str, int]:
-    from megatron_patches._rehearsal import stage
-
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("no kernel.\nframes of C++")
-
-    setattr(stage, name, broken)
-    return _command(["--plan", *JOB])
 
 
 def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
@@ -189,8 +182,7 @@ def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
         pytest.skip("Megatron-LM is installed, and reads them")
     script = tmp_path / "train.py"
     script.write_text("")
-    _, error, status = _run("--plan", str(script), "--anything")
-    assert status == 2 and "cannot be read" in error.splitlines()[-1]
+    _check_mistakes([(["--plan", str(script), "--anything"], "cannot be read")])
 
 
 # -- scripts of Megatron-LM --------------------------------------------------------------------------------------------
@@ -235,8 +227,7 @@ RECIPE += ["--activation-offload-fraction", "0.5"]
 
 
 def test_a_recipe_of_megatron_lm(tmp_path: Path) -> None:
-    out, error, status = _run("--plan", "--offload-engine", *_script(tmp_path), *RECIPE)
-    assert status == 0, error
+    [(out, error, _)] = _run([["--offload-engine", *_script(tmp_path), *RECIPE]])
     assert {name for _, name in _moved(out)} == {"core_attn", "qkv_linear"} and "offloaded in part" in out
     assert error.count("activation_offload_fraction=0.5 of the groups of megatron-core becomes offload_fraction") == 1
 
