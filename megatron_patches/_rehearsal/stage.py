@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,14 +33,12 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.shapes import Shapes
 from offload_engine.rehearsal.costs import KernelCosts
-from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
+from offload_engine.rehearsal.device import RehearsalDevice, StepClocks, steps_until_steady
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
 from offload_engine.rehearsal.failures import rehearsing
 from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
-
-_NUM_STEPS: Final = 3
 
 
 class StepOutcome(NamedTuple):
@@ -182,8 +180,7 @@ class ReadyStage:
         return [name for name in found if name not in whole and self._is_possible(name)]
 
     def run(self, settings: Settings, num_microbatches: int | None = None) -> StepOutcome:
-        """Run three steps, and return the last: the policy learns sizes in the first, the allocator has the segments of
-        the second.
+        """Run steps until they repeat; return the last.
 
         Args:
             settings: settings for this rank; without modules, no engine runs.
@@ -196,9 +193,7 @@ class ReadyStage:
             self._free_gradients()
             allocated = self._hollow.allocated
             allocated.segments.trim()
-            for _ in range(_NUM_STEPS):
-                allocated.reset_peak()
-                self._runtime.device.clocks.begin_step()
+            for _ in steps_until_steady(allocated, self._runtime.device.clocks):
                 self._step(number)
             return self._runtime.outcome(allocated.peak_bytes, allocated.segments.reserved_bytes)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -22,6 +22,7 @@ from offload_engine.planning.clocks import Clocks, Link
 from offload_engine.rehearsal.allocated import AllocatedBytes
 
 _COMPUTE: Final = "compute"
+_MOST_STEPS: Final = 3
 _HOST_BYTES: Final = 1 << 50
 """No limit, because the point is how much a step takes."""
 
@@ -65,6 +66,21 @@ class StepClocks:
     def run(self, milliseconds: float, name: str) -> None:
         """Launch a kernel."""
         self.now.run(milliseconds, name)
+
+
+def steps_until_steady(allocated: AllocatedBytes, clocks: StepClocks) -> Iterator[None]:
+    """Begin up to three steps, of which the last counts.
+
+    The policy learns sizes in the first, and the allocator has the segments of the second. If that has reserved none, a
+    third would be the same.
+    """
+    for number in range(_MOST_STEPS):
+        reserved = allocated.segments.reserved_bytes
+        allocated.reset_peak()
+        clocks.begin_step()
+        yield
+        if number and allocated.segments.reserved_bytes == reserved:
+            return
 
 
 class RehearsalDevice:

@@ -20,7 +20,7 @@ from offload_engine.policies import LowestPeak, PolicySettings, ResidentLayers
 from offload_engine.rehearsal.attention import fused_attention
 from offload_engine.rehearsal.chosen import choose_within, layer_options
 from offload_engine.rehearsal.costs import KernelCosts
-from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
+from offload_engine.rehearsal.device import RehearsalDevice, StepClocks, steps_until_steady
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
 from offload_engine.rehearsal.failures import rehearsing
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone
@@ -34,8 +34,6 @@ _WORKSPACE_BYTES: Final = 64 << 20
 """Workspace of cuBLAS on Hopper."""
 _PIECE_BYTES: Final = 1 << 30
 """The system may refuse a larger allocation than it has memory, although no page is ever touched."""
-_NUM_STEPS: Final = 3
-"""The policy learns sizes from the first, and the allocator has the segments of the second."""
 
 
 class ModelRehearsal:
@@ -144,9 +142,7 @@ class ModelRehearsal:
             engine = RehearsalEngine(config, device)
             handle = LayerOffload(model, find_layers(model, None), engine, checkpoints)
             hollow.allocated.segments.trim()  # what making the model took
-            for _ in range(_NUM_STEPS):
-                hollow.allocated.reset_peak()
-                device.clocks.begin_step()
+            for _ in steps_until_steady(hollow.allocated, device.clocks):
                 self._run_forward(model).backward()
                 milliseconds = device.clocks.now.compute
                 peak = max(engine.peak_bytes, hollow.allocated.peak_bytes)

@@ -128,7 +128,7 @@ def _server() -> Any:
 
 
 def on_ranks(
-    pipeline: Pipeline | PlainGroup = Pipeline(),  # noqa: B008  # immutable
+    pipeline: Pipeline | PlainGroup | None = Pipeline(),  # noqa: B008  # immutable
     *,
     world_size: int | None = None,
     timeout_s: float = 120.0,
@@ -141,7 +141,7 @@ def on_ranks(
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**parameters: Any) -> None:
-            options = {"pipeline": parameters.get("shape", pipeline), "timeout_s": timeout_s}
+            options: dict[str, Any] = {"pipeline": parameters.get("shape", pipeline), "timeout_s": timeout_s}
             number = parameters.get("world_size", world_size)
             run_ranks(_run_body, body.__module__, body.__name__, parameters, world_size=number, **options)
 

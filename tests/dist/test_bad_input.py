@@ -19,9 +19,19 @@ from offload_engine import CopyError, OffloadConfig
 from offload_engine._devices.file_slab import FileSlab
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import GroupedProduct
-from tests.dist.saved_storages import innermost_hooks
 from tests.dist.settings import full, selective
-from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, messages, run, stats_of, step
+from tests.dist.tiny import (
+    ALL,
+    decoder_of,
+    engine_of,
+    innermost_hooks,
+    make_chunks,
+    make_config,
+    messages,
+    run,
+    stats_of,
+    step,
+)
 
 # With a bias megatron-core's own recomputation of the MLP never ends: the bias becomes an output of the checkpoint.
 MLP = selective("mlp", add_bias_linear=False)

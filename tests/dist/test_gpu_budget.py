@@ -7,10 +7,10 @@ them; an error of one ends all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -25,16 +25,74 @@ from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
 from offload_engine.planning.clocks import Link
 from offload_engine.sizes import parse_size
-from tests.dist.budgets import Skewed, Trained, ends, gathered, optimizer_of, train
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
 from tests.dist.test_recompute_switches import MODELS, _config, _step
-from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run, stats_of, step
-from tests.dist.training import train as train_distributed
+from tests.dist.tiny import (
+    ALL,
+    engine_of,
+    fingerprint,
+    gathered,
+    make_chunks,
+    make_config,
+    run,
+    stats_of,
+    step,
+    train_distributed,
+)
 
 NUM_STEPS = 8
 NUM_FREE = 5
 """Steps before the third that goes by a plan, at most: later ones are within the budget."""
+
+
+class Skewed:
+    """A gauge of a device on which all else takes `extra` bytes more."""
+
+    def __init__(self, gauge: Any, extra: int) -> None:
+        self._gauge = gauge
+        self.extra = extra
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._gauge, name)
+        return (lambda: found() + self.extra) if name in ("peak_bytes", "held_bytes", "outside_bytes") else found
+
+
+def optimizer_of(*models: Sequence[torch.nn.Module]) -> torch.optim.Optimizer:
+    """Return one that changes nothing; a budget waits for its first step."""
+    return torch.optim.SGD([p for chunks in models for chunk in chunks for p in chunk.parameters()], lr=0.0)
+
+
+class Trained(NamedTuple):
+    """The peak of each step, and what the engine has decided by."""
+
+    peaks: list[int]
+    view: Any
+
+
+def train(
+    make: Callable[[], list[Any]],
+    microbatches: Sequence[int],
+    expected: Mapping[int, dict[str, str]],
+    step: Callable[[list[Any], int], dict[str, str]] = step,
+) -> Trained:
+    """Compare the steps of a model with those without offload at these numbers of microbatches; evaluate in between."""
+    peaks: list[int] = []
+    with apply(ALL, has_report=False) as handle:
+        optimizer = optimizer_of(chunks := make())
+        for number in microbatches:
+            assert step(chunks, number) == expected[number], number
+            optimizer.step()
+            peaks.append(stats_of(handle).peak_resident_bytes)
+            if len(peaks) % 3 == 1:
+                run(chunks, number, forward_only=True)
+        return Trained(peaks, engine_of(handle).budget)
+
+
+def ends(view: Any) -> tuple[int, int]:
+    """Return what is predicted with everything offloaded, and with nothing moved."""
+    chosen = view.decider.chosen
+    return chosen.floor.held_bytes, chosen.top.held_bytes
 
 
 @pytest.mark.parametrize(
@@ -415,14 +473,12 @@ def test_a_rank_that_cannot_begin_ends_all(shape: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("group", "reason", "told_others"),
     [
-        (None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects"),
-        (
-            '[0, 7, "mlp_fc2"',
-            "it has a group 0 7 mlp_fc2 0",
-            "pipeline rank 1: --offload-plan",
-        ),  # before the first step
+        pytest.param(None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects", id="no group"),
+        # before the first step
+        pytest.param(
+            '[0, 7, "mlp_fc2"', "it has a group 0 7 mlp_fc2 0", "pipeline rank 1: --offload-plan", id="layout"
+        ),
     ],
-    ids=["no group", "another layout"],
 )
 @on_ranks(STAGES, timeout_s=30)
 def test_a_plan_of_another_model_on_one_rank_ends_all(
@@ -444,8 +500,6 @@ def test_a_plan_of_another_model_on_one_rank_ends_all(
 @on_ranks(STAGES, timeout_s=30)
 def test_a_budget_on_some_stages_only_is_refused() -> None:
     given = {} if is_last_rank() else {"offload_gpu_budget": "1GiB"}
-    with (
-        apply(ALL, has_report=False),
-        pytest.raises(ValueError, match="is set on some ranks.*, but not on 1: set it on"),
-    ):
+    refused = pytest.raises(ValueError, match="is set on some ranks.*, but not on 1: set it on")
+    with apply(ALL, has_report=False), refused:
         run(make_chunks(make_config(**given)), 4)

@@ -15,14 +15,17 @@ from unittest import mock
 import pytest
 from megatron.core.pipeline_parallel import schedules
 
+from megatron_patches import apply, apply_cpu_support
+from megatron_patches.__main__ import main
 from megatron_patches._arguments import Settings
 from megatron_patches._check import KNOWN_TARGETS, State, check_rows, read_known
 from megatron_patches._handle import patch_rows
+from megatron_patches._plan_files import PlanFiles
 from megatron_patches._rows.registry import Patch
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig
-from tests.dist.launch import run_ranks
+from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.tiny import messages
 
 SCRIPT = """
@@ -71,70 +74,32 @@ def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:
     assert sum(name.endswith("core_attention") for name in hooked) == 4
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--offload-activation"], "no script given"),
-        (["missing.py"], "there is no script 'missing.py'"),
-        (["--offload-modules", "core_attn", __file__], "--offload-modules without --offload-activation"),
-        (["--offload-activation", "--offload-modules", "core_atn", __file__], "unknown module name 'core_atn'"),
-    ],
-)
-def test_bad_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_patches.__main__ import main
-
-    with pytest.raises(SystemExit) as error:
-        main(argv)
-    assert error.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.compat
-def test_list_modules(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_patches.__main__ import main
-
-    main(["--list-modules"])
-    assert "self_attention.core_attention" in capsys.readouterr().out
-
-
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
+@on_ranks(None)
 def test_last_tables_and_plans_are_written(tmp_path: Path) -> None:
     """Also where the model was freed with the function that trained it."""
-    (logged,) = run_ranks(_end, [*OFFLOAD, *_write(tmp_path)], pipeline=None)
+    logged = messages()
+    with mock.patch.object(PlanFiles, "close", side_effect=lambda engine: logged.append("the last plan")):
+        _main([*OFFLOAD, *_write(tmp_path)])
+    _check_unpatched()
     assert logged.count("the last plan") == 1
     assert any("activation offload in the second step" in line for line in logged)
 
 
-def _end(argv: list[str]) -> list[str]:
-    from megatron_patches._plan_files import PlanFiles
-
-    lines = messages()
-    with mock.patch.object(PlanFiles, "close", side_effect=lambda engine: lines.append("the last plan")):
-        _main(argv)
-    _check_unpatched()
-    return lines
-
-
 @pytest.mark.parametrize("is_removed", [True, False])
+@on_ranks(None)
 def test_an_error_of_the_script_is_not_hidden(is_removed: bool, tmp_path: Path) -> None:
-    run_ranks(_check_error, is_removed, [*OFFLOAD, *_write(tmp_path), "fail"], pipeline=None)
-
-
-def _check_error(is_removed: bool, argv: list[str]) -> None:
-    from megatron_patches._runtime import ModelRuntime
-
     failure = mock.patch.object(ModelRuntime, "close", side_effect=RuntimeError("of the removal"))
     with nullcontext() if is_removed else failure, pytest.raises(ZeroDivisionError, match="of the script"):
-        _main(argv)
+        _main([*OFFLOAD, *_write(tmp_path), "fail"])
     if is_removed:
         _check_unpatched()
 
 
 def _check_unpatched() -> None:
     """Patches can be applied anew only where none is in force."""
-    from megatron_patches import apply, apply_cpu_support
-
     with apply(), apply_cpu_support():
         pass
 
@@ -153,8 +118,6 @@ def _write(folder: Path, config: str = "") -> list[str]:
 
 
 def _main(argv: list[str]) -> None:
-    from megatron_patches.__main__ import main
-
     sys.argv = ["megatron_patches", *argv]
     main()
     for thread in threading.enumerate():  # as an interpreter does before it exits; these ranks do not
@@ -194,8 +157,6 @@ def test_other_code_with_the_same_arguments_is_to_be_read() -> None:
 def test_what_would_break_is_named_and_ends_the_command_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_patches.__main__ import main
-
     def another(*, model: Any, num_microbatches: int) -> None: ...
 
     monkeypatch.setattr(schedules, "forward_backward_no_pipelining", another)

@@ -13,7 +13,7 @@ import torch
 from megatron_patches import apply
 from offload_engine import FixedBounds
 from offload_engine.planning.plan import format_plan
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.parity import Case, actions, run_without
 from tests.dist.settings import DEEP, OVERLAP, selective
 from tests.dist.streams import adversarial_device
@@ -142,28 +142,26 @@ def test_copies_begin_behind_the_experts(kind: str, settings: dict[str, Any], na
 
 OF_PLANS = ["qkv_linear", "core_attn", "attn_proj"]
 MICROBATCHES = [2, 2, 4, 2]
-PLANNED: dict[str, tuple[Pipeline, str, dict[str, Any], int | None]] = {
-    "1F1B, within a budget": (Pipeline(2), "dense", {}, 40_000),
-    "1F1B, experts": (Pipeline(2), "moe", {}, 40_000),
-    "interleaved": (Pipeline(2, 2), "dense", {}, None),
-    "overlap": (DEEP, "moe", OVERLAP, None),
-}
+PLANNED = [
+    pytest.param(Pipeline(2), "dense", {}, 40_000, id="1F1B, within a budget"),
+    pytest.param(Pipeline(2), "moe", {}, 40_000, id="1F1B, experts"),
+    pytest.param(Pipeline(2, 2), "dense", {}, None, id="interleaved"),
+    pytest.param(DEEP, "moe", OVERLAP, None, id="overlap"),
+]
 
 
-@pytest.mark.parametrize("row", PLANNED)
-def test_planned_steps_are_equal_to_the_last_bit(row: str, tmp_path: Path) -> None:
-    shape, kind, settings, resident_bytes = PLANNED[row]
+@pytest.mark.parametrize(("shape", "kind", "more", "resident_bytes"), PLANNED)
+@on_ranks()
+def test_planned_steps_are_equal_to_the_last_bit(
+    shape: Pipeline, kind: str, more: dict[str, Any], resident_bytes: int | None, tmp_path: Path
+) -> None:
     names = OF_PLANS if kind == "dense" else [*OF_PLANS, "expert_fc1"]
-    run_ranks(_check_plans, kind, names, settings, resident_bytes, str(tmp_path / "step.json"), pipeline=shape)
-    assert len(list(tmp_path.iterdir())) == shape.num_ranks, "each rank records its second step"
-
-
-def _check_plans(kind: str, names: list[str], more: dict[str, Any], resident_bytes: int | None, trace: str) -> None:
     dtype = torch.bfloat16 if more else torch.float32  # the overlap takes no other
     expected = run_without(Case(kind, names, dtype, more), MICROBATCHES)
-    offload = {"offload_activation": True, "offload_modules": names, "offload_planned": True, "offload_trace": trace}
+    offload = {"offload_activation": True, "offload_modules": names, "offload_planned": True}
+    offload.update(offload_resident_bytes=resident_bytes, offload_trace=f"{tmp_path}/step.json")
     with apply(ALL) as handle:
-        chunks = make_chunks(make_config(kind, dtype, **more, **offload, offload_resident_bytes=resident_bytes))
+        chunks = make_chunks(make_config(kind, dtype, **more, **offload))
         plans = []
         for n, wanted in zip(MICROBATCHES, expected, strict=True):
             check_bits(wanted, step(chunks, n), n)
@@ -174,3 +172,5 @@ def _check_plans(kind: str, names: list[str], more: dict[str, Any], resident_byt
         assert plans[0] is None and all(plans[1:])
         assert "OUT" in format_plan(present(plans[1])) or resident_bytes is not None
         assert kind != "dense" or plans[3] is plans[1]
+    torch.distributed.barrier()
+    assert len(list(tmp_path.iterdir())) == shape.num_ranks, "each rank records its second step"

@@ -24,8 +24,7 @@ from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.models import HYBRID, LATENT, adapters, adapters_and_embedding, all_but_experts, last_layers, routers
 from tests.dist.parity import EXPERTS, Case, check_all
 from tests.dist.settings import DEEP, GROUPED, OVERLAP, SHARED, full, is_refused, leaves, selective
-from tests.dist.tiny import ALL, make_chunks, make_config, stats_of, step
-from tests.dist.training import train
+from tests.dist.tiny import ALL, make_chunks, make_config, stats_of, step, train_distributed
 
 ATTENTION = ["layer_input", "attn_norm", "self_attn", "qkv_linear", "core_attn", "attn_proj"]
 DENSE = ["mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
@@ -329,7 +328,7 @@ def test_distributed_optimizer(shape: Pipeline, world_size: int, kind: str, name
 
     def steps(**offload: Any) -> list[dict[str, str]]:
         config = make_config(kind, torch.bfloat16, expert_model_parallel_size=shape.expert, **offload)
-        return train(config, make_chunks(config), lambda chunks: step(chunks, number))
+        return train_distributed(config, make_chunks(config), lambda chunks: step(chunks, number))
 
     expected = steps()
     with apply(ALL) as handle:

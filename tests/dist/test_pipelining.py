@@ -17,9 +17,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from offload_engine.frontends.integrations.pipelining import offload_schedule, read_actions, stages_of
 from offload_engine.schedule import Action, ChunkKey, parse_actions, validate_actions
 from tests.checkpointed import all_equal
-from tests.dist.budgets import gathered
 from tests.dist.launch import on_ranks
-from tests.dist.tiny import ALL
+from tests.dist.tiny import ALL, gathered
 from tests.lookups import present
 
 RANKS, WIDTH, SAMPLES = 2, 32, 8  # SAMPLES in each microbatch

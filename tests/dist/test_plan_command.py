@@ -9,10 +9,14 @@ import io
 import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.dist.launch import run_ranks
+from megatron_patches.__main__ import _make_parser, _settings, main
+from megatron_patches._rehearsal import stage
+from megatron_patches._rehearsal.script import read_job
+from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.programs import TRAINER
 
 MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
@@ -25,25 +29,28 @@ TWO_STAGES = ["--pipeline-model-parallel-size", "2"]
 INTERLEAVED = [*TWO_STAGES, "--num-virtual-stages-per-pipeline-rank", "2"]
 NAMES = ["--offload-activation", "--offload-modules", "core_attn", "mlp_fc1"]
 AUTO = ["--offload-gpu-budget", "auto"]
-
-
-def _run(*arguments: str) -> tuple[str, str, int]:
-    """Run the command in a process of its own; return what it prints, its errors, and its exit status."""
-    (found,) = run_ranks(_command, list(arguments), pipeline=None, timeout_s=300)
-    return found
+LONG = ["--seq-length", "4096"]
 
 
 def _plan(*arguments: str) -> str:
     """Return the tables of a job that can be planned."""
-    out, error, status = _run("--plan", *arguments)
+    [(out, error, status)] = _run([list(arguments)])
     assert status == 0, error
     return out
 
 
-def _command(arguments: list[str]) -> tuple[str, str, int]:
-    from megatron_patches.__main__ import main
+def _run(each: list[list[str]]) -> list[tuple[str, str, int]]:
+    """Run commands in a process of their own; return what each prints, its errors, and its exit status."""
+    (found,) = run_ranks(_commands, [["--plan", *arguments] for arguments in each], pipeline=None, timeout_s=300)
+    return found
 
+
+def _commands(each: list[list[str]]) -> list[tuple[str, str, int]]:
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"  # megatron.training asks for it where it reads recipes
+    return [_command(arguments) for arguments in each]
+
+
+def _command(arguments: list[str]) -> tuple[str, str, int]:
     out, error, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
@@ -79,7 +86,7 @@ def test_experts_on_two_nodes_and_named_modules_only() -> None:
 
 def test_a_budget_that_needs_offload() -> None:
     """The saved tensors of two forwards do not fit; what was chosen does, and takes less time than the other ways."""
-    wide = ["--num-layers", "8", "--seq-length", "4096", "--hidden-size", "1024"]
+    wide = ["--num-layers", "8", *LONG, "--hidden-size", "1024", "--global-batch-size", "2"]
     out = _plan("--budget", "12GiB", *JOB, *wide, "--attention-dropout", "0", "--hidden-dropout", "0")
     lines = (line.split("│") for line in out.splitlines())
     rows = {words[1].strip(): [word.strip() for word in words[2:]] for words in lines if words[2:]}
@@ -94,25 +101,41 @@ def _moved(out: str) -> dict[tuple[str, str], tuple[int, float, float]]:
     return {(row[0], row[1]): (int(row[2]), float(row[3]), float(row[4])) for row in cells if row[2].isdigit()}
 
 
-@pytest.mark.parametrize("is_in_front", [True, False], ids=["in front of the script", "behind it"])
-def test_what_stays_on_a_run_stays_in_the_forecast(is_in_front: bool) -> None:
+STAYING: dict[str, list[str]] = {
+    "everything moves": NAMES,
+    "layers": [*NAMES, "--offload-num-layers", "1"],
+    "sizes": [*NAMES, "--offload-min-tensor-bytes", "mlp_fc1=1GiB"],
+    "by rank": [*NAMES, "--offload-rank-delta-bytes", "1GiB"],
+    "fraction": [*NAMES, "--offload-fraction", "0"],
+    "default names": ["--offload-activation"],
+    "budget": AUTO,
+}
+
+
+def test_what_stays_on_a_run_stays_in_the_forecast() -> None:
     """And the budget of the run is that of the forecast: all of the GPU but the margin that a run leaves."""
-
-    def plan(*flags: str) -> str:
-        long = ["--seq-length", "4096", "--hidden-size", "256", "--attention-dropout", "0"]
-        front, behind = (flags, ()) if is_in_front else ((), flags)
-        return _plan("--hardware", "h200x2", *front, *JOB, *long, *TWO_STAGES, *behind)
-
+    job = [*JOB, *LONG, "--attention-dropout", "0", "--hidden-size", "256", *TWO_STAGES, "--global-batch-size", "2"]
+    found = _run([["--hardware", "h200x2", *flags, *job] for flags in STAYING.values()])
+    tables = {name: out for name, (out, _, _) in zip(STAYING, found, strict=True)}
+    moved = {name: _moved(table) for name, table in tables.items()}
     first, last = ("0", "mlp_fc1"), ("1", "mlp_fc1")
-    everything = _moved(plan(*NAMES))
-    assert everything[first][0] == 8 and everything[first][2] > 0.01 and everything[last][2] > 0
-    assert _moved(plan(*NAMES, "--offload-num-layers", "1"))[first][0] == 4
-    assert _moved(plan(*NAMES, "--offload-min-tensor-bytes", "mlp_fc1=1GiB"))[first][2] == 0
-    delta = _moved(plan(*NAMES, "--offload-rank-delta-bytes", "1GiB"))
-    assert delta[first] == everything[first] and delta[last][2] == 0
-    assert _moved(plan(*NAMES, "--offload-fraction", "0"))[first][2] == 0
-    assert "137.62 of 139.8 GiB of each GPU" in plan(*AUTO)
-    assert {name for _, name in _moved(plan("--offload-activation"))} == {"core_attn"}
+    everything = moved["everything moves"]
+    assert everything[first][0] == 4 and everything[first][2] > 0.01 and everything[last][2] > 0
+    assert moved["layers"][first][0] == 2
+    assert moved["sizes"][first][2] == moved["fraction"][first][2] == 0
+    assert moved["by rank"][first] == everything[first] and moved["by rank"][last][2] == 0
+    assert {name for _, name in moved["default names"]} == {"core_attn"}
+    assert "137.62 of 139.8 GiB of each GPU" in tables["budget"]
+
+
+@on_ranks(None)
+def test_flags_behind_the_script_are_those_in_front_of_it() -> None:
+    found = []
+    for flags in STAYING.values():
+        front = read_job(JOB, 2, _settings(_make_parser().parse_args(flags)))
+        found.append(repr(front.settings))
+        assert found[-1] == repr(read_job([*JOB, *flags], 2).settings)
+    assert len({*found}) == len(STAYING)
 
 
 MISTAKES = [
@@ -127,6 +150,8 @@ MISTAKES = [
     (["--plan", str(TRAINER), *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
     (["--plan", "--hardware", "h200x3", *JOB, *TWO_STAGES], "3 GPUs cannot be divided among model replicas of 2"),
     (["--hardware", "h100", "--budget", "3GiB", str(TRAINER)], "--hardware, --budget without --plan changes nothing"),
+    (["--offload-activation"], "no script given"),
+    (["missing.py"], "there is no script 'missing.py'"),
 ]
 
 
@@ -141,27 +166,15 @@ def _check_mistakes(mistakes: list[tuple[list[str], str]]) -> None:
         assert status == 2 and message in error.splitlines()[-1], error
 
 
-def _commands(each: list[list[str]]) -> list[tuple[str, str, int]]:
-    return [_command(arguments) for arguments in each]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("build_chunk", "stage 0 cannot be"), ("_forward_step", "a step of stage 0 without offload cannot be")],
 )
+@on_ranks(None)
 def test_a_rehearsal_that_breaks_off_is_one_line(name: str, message: str) -> None:
-    ((_, error, status),) = run_ranks(_broken_command, name, pipeline=None)
+    setattr(stage, name, mock.Mock(side_effect=RuntimeError("no kernel.\nframes of C++")))
+    _, error, status = _command(["--plan", *JOB])
     assert status == 2 and f"error: {message} rehearsed: no kernel. Omit" in error.splitlines()[-1]
-
-
-def _broken_command(name: str) -> tuple[str, str, int]:
-    from megatron_patches._rehearsal import stage
-
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("no kernel.\nframes of C++")
-
-    setattr(stage, name, broken)
-    return _command(["--plan", *JOB])
 
 
 def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
@@ -169,8 +182,7 @@ def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
         pytest.skip("Megatron-LM is installed, and reads them")
     script = tmp_path / "train.py"
     script.write_text("")
-    _, error, status = _run("--plan", str(script), "--anything")
-    assert status == 2 and "cannot be read" in error.splitlines()[-1]
+    _check_mistakes([(["--plan", str(script), "--anything"], "cannot be read")])
 
 
 # -- scripts of Megatron-LM --------------------------------------------------------------------------------------------
@@ -215,8 +227,7 @@ RECIPE += ["--activation-offload-fraction", "0.5"]
 
 
 def test_a_recipe_of_megatron_lm(tmp_path: Path) -> None:
-    out, error, status = _run("--plan", "--offload-engine", *_script(tmp_path), *RECIPE)
-    assert status == 0, error
+    [(out, error, _)] = _run([["--offload-engine", *_script(tmp_path), *RECIPE]])
     assert {name for _, name in _moved(out)} == {"core_attn", "qkv_linear"} and "offloaded in part" in out
     assert error.count("activation_offload_fraction=0.5 of the groups of megatron-core becomes offload_fraction") == 1
 

@@ -9,12 +9,29 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.dist.launch import Pipeline, run_ranks
+from benchmarks.gpu.settings import SETUPS, Shape
+from megatron_patches import apply
+from megatron_patches._arguments import Settings
+from megatron_patches._model.candidates import find_candidates
+from megatron_patches._rehearsal.forecast import _FULL, forecast_job
+from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rehearsal.rows import balanced
+from megatron_patches._rehearsal.stage import StageRehearsal
+from offload_engine import OffloadConfig, OffloadEngine
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import find_hardware
+from offload_engine.planning.shapes import largest_bytes
+from offload_engine.rehearsal.allocated import AllocatedBytes
+from offload_engine.rehearsal.device import StepClocks, steps_until_steady
+from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.tiny import MICRO_BATCH, SEQUENCE, VOCABULARY, make_chunks, make_config, mean_loss, run
 
 LONG = Path(__file__).parents[2] / "docs/results/2026-11-26_long_h200.jsonl"
 NUM_MICROBATCHES = 4
@@ -41,11 +58,6 @@ def _real_groups(kind: str) -> Groups:
     """Return the groups that the engine counts on the CPU, of the last microbatch."""
     from megatron.core.transformer.moe import router
 
-    from megatron_patches import apply
-    from megatron_patches._rehearsal.rows import balanced
-    from offload_engine import OffloadConfig
-    from tests.dist.tiny import make_chunks, make_config, run
-
     router.topk_routing_with_score_function = balanced(router.topk_routing_with_score_function)
     config = OffloadConfig(min_tensor_bytes=1, dry_run=True)
     with apply(config, modules=NAMES[kind], has_report=False) as handle:
@@ -66,21 +78,11 @@ def _real_groups(kind: str) -> Groups:
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> Any:
     tokens = next(batches)
     positions = torch.arange(tokens.shape[1])[None].expand(tokens.shape[0], -1)
-    return model(tokens, positions, None, labels=tokens), lambda output: (
-        output.float().mean(),
-        {"loss": output.mean()},
-    )
+    return model(tokens, positions, None, labels=tokens), mean_loss
 
 
 def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
     """Return the groups of each rank of a pipeline, all of them from this process."""
-    from megatron_patches._arguments import Settings
-    from megatron_patches._rehearsal.job import TrainingJob
-    from megatron_patches._rehearsal.stage import StageRehearsal
-    from offload_engine import OffloadConfig
-    from offload_engine.planning.hardware import find_hardware
-    from tests.dist.tiny import MICRO_BATCH, SEQUENCE, VOCABULARY, make_config
-
     sizes = {"pipeline_model_parallel_size": shape.size, "virtual_pipeline_model_parallel_size": shape.virtual}
     job = TrainingJob(
         partial(make_config, kind),
@@ -103,6 +105,16 @@ def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
     return ranks
 
 
+@pytest.mark.parametrize(("reserving", "num_steps"), [({0}, 2), ({0, 1}, 3), ({0, 1, 2}, 3), (set(), 2)], ids=str)
+def test_steps_are_rehearsed_until_one_reserves_nothing(reserving: set[int], num_steps: int) -> None:
+    allocated, held = AllocatedBytes(lambda key: None), list[torch.Tensor]()
+    for number, _ in enumerate(steps_until_steady(allocated, StepClocks(Link()))):
+        if number in reserving:
+            held.append(torch.empty(32 * MIB, dtype=torch.uint8))
+            allocated.note(held[-1].untyped_storage())
+    assert number + 1 == num_steps
+
+
 class Measured(NamedTuple):
     """What GPUs have shown, from docs/results/2026-11-23_h200.md; MiB allocated, and ms of a step of all ranks."""
 
@@ -119,25 +131,19 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("setup", MEASURED)
+@on_ranks(None, timeout_s=600)
 def test_figures_of_h200(setup: str) -> None:
     """Peaks within 0.1%, the step within 3%; with everything offloaded, which the link bounds, within 10%."""
-    (found,) = run_ranks(_forecast_of_setup, setup, pipeline=None, timeout_s=600)
+    logging.disable(logging.WARNING)
+    shape, num_gpus = SETUPS[setup].shape, SETUPS[setup].num_gpus
+    forecast = forecast_job(_job_of(shape, num_gpus), find_hardware(f"h200x{num_gpus}"))
+    peaks = [[rank.ways[way].peak_bytes // MIB for rank in forecast.ranks] for way in (0, 1)]
+    found = (*peaks, *(step.milliseconds for step in forecast.steps[:2]))
     for got, expected, tolerance in zip(found, MEASURED[setup], (1e-3, 1e-3, 0.03, 0.10), strict=True):
         assert got == pytest.approx(expected, rel=tolerance)
 
 
-def _forecast_of_setup(name: str) -> Measured:
-    from benchmarks.gpu import settings
-    from megatron_patches._rehearsal.forecast import forecast_job
-    from offload_engine.planning.hardware import find_hardware
-
-    logging.disable(logging.WARNING)
-    setup = settings.SETUPS[name]
-    forecast = forecast_job(_job_of(setup.shape, setup.num_gpus), find_hardware(f"h200x{setup.num_gpus}"))
-    peaks = [[rank.ways[way].peak_bytes // MIB for rank in forecast.ranks] for way in (0, 1)]
-    return Measured(peaks[0], peaks[1], forecast.steps[0].milliseconds, forecast.steps[1].milliseconds)
-
-
+@on_ranks(None, timeout_s=300)
 def test_what_is_held_at_32768_tokens() -> None:
     """Within 5%, and 3.5% in the middle, of what H200s held; it was up to 11% low."""
     turns = [json.loads(line) for line in LONG.read_text().splitlines()]
@@ -146,35 +152,24 @@ def test_what_is_held_at_32768_tokens() -> None:
         if turn["kind"] == "turn" and turn["label"] in ("none", "recompute"):
             place, nbytes = (turn["setup"], turn["label"]), turn["peak_reserved_bytes"] + turn["outside_bytes"]
             held[place] = max(nbytes, held.get(place, 0))
-    (found,) = run_ranks(_held_at_32768_tokens, list(held), pipeline=None, timeout_s=300)
-    errors = [got / expected - 1 for got, expected in zip(found, held.values(), strict=True)]
-    assert len(errors) == 4 and sorted(map(abs, errors))[-1] < 0.05 and sorted(map(abs, errors))[2] < 0.035, errors
-
-
-def _held_at_32768_tokens(places: list[tuple[str, str]]) -> list[int]:
-    from benchmarks.gpu import settings
-    from megatron_patches._arguments import Settings
-    from megatron_patches._rehearsal.forecast import _FULL
-    from megatron_patches._rehearsal.stage import StageRehearsal
-    from offload_engine import OffloadConfig
-    from offload_engine.planning.clocks import Link
-    from offload_engine.planning.hardware import find_hardware
-    from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES
-
     found = []
-    for setup, way in places:
-        shape = dataclasses.replace(settings.SETUPS[setup].shape, seq=32_768, nmb=1, vocab=8_192)
+    for setup, way in held:
+        shape = dataclasses.replace(SETUPS[setup].shape, seq=32_768, nmb=1, vocab=8_192)
         changes = _FULL if way == "recompute" else {}
-        with StageRehearsal(_job_of(shape, 1), find_hardware("h200"), Link(55.0, 55.0), 0, **changes).ready() as stage:
+        with _ready(_job_of(shape, 1), **changes) as stage:
             outcome = stage.run(Settings(OffloadConfig(), (), has_report=False))
         found.append(outcome.peak_bytes + outcome.wasted_bytes + TE_CONTEXT_BYTES)
-    return found
+    errors = sorted(abs(got / expected - 1) for got, expected in zip(found, held.values(), strict=True))
+    assert len(errors) == 4 and errors[-1] < 0.05 and errors[2] < 0.035, errors
+
+
+def _ready(job: TrainingJob, **changes: Any) -> Any:
+    return StageRehearsal(job, find_hardware("h200"), Link(55.0, 55.0), 0, **changes).ready()
 
 
 def _job_of(shape: Any, num_gpus: int) -> Any:
     """Return the job of a benchmark with TransformerEngine's layers."""
     from benchmarks.gpu import model
-    from megatron_patches._rehearsal.job import TrainingJob
 
     def make_config(**changes: Any) -> Any:
         config = model.make_config(shape, False)
@@ -201,16 +196,6 @@ SHARES = (0.02, 0.4, 0.8)
 MICROBATCHES = 2
 
 
-class First(NamedTuple):
-    """The first decision within a budget."""
-
-    predicted: int
-    held: int
-    """By steps that have settled."""
-    moved: int
-    recomputed: int
-
-
 JOBS: dict[str, tuple[dict[str, int], float, tuple[float, ...]]] = {
     "one stage": ({"layers": 6}, 1 / 4, SHARES),
     "interleaved": ({"layers": 12, "pp": 2, "vpp": 2}, 1 / 4, SHARES),
@@ -220,49 +205,29 @@ JOBS: dict[str, tuple[dict[str, int], float, tuple[float, ...]]] = {
 
 
 @pytest.mark.parametrize("job", JOBS)
+@on_ranks(None, timeout_s=300)
 def test_first_predictions_of_what_is_allocated_are_exact(job: str) -> None:
     """They were up to 690 MiB too high, and 280 too low; with experts half a group too low, or a whole one too high."""
-    [(lowest, most, largest, firsts)] = run_ranks(_first_decisions, job, pipeline=None, timeout_s=300)
-    assert len(firsts) == len(JOBS[job][2]) and most - lowest > 8 * largest
-    assert any(first.recomputed for first in firsts) and any(first.moved for first in firsts), firsts
-    assert all(first.recomputed or first.moved for first in firsts), firsts
-    errors = [first.predicted - first.held for first in firsts]
-    assert max(map(abs, errors)) <= JOBS[job][1] * largest, errors
-
-
-def _first_decisions(name: str) -> tuple[int, int, int, list[First]]:
-    """Return the lowest budget, what no offload holds, the largest group, and what was decided between."""
-    from benchmarks.gpu.settings import Shape
-    from megatron_patches._rehearsal.stage import StageRehearsal
-    from offload_engine.planning.clocks import Link
-    from offload_engine.planning.hardware import find_hardware
-    from offload_engine.planning.shapes import largest_bytes
-
+    more, tolerance, shares = JOBS[job]
     sizes = {"hidden": 1024, "ffn": 3584, "heads": 8, "seq": 4096, "nmb": MICROBATCHES, "vocab": 16_000}
-    small = Shape(**{**sizes, **JOBS[name][0]})
-    with StageRehearsal(_job_of(small, small.pp), find_hardware("h200"), Link(55.0, 55.0), 0).ready() as stage:
-        all_stays = _planned(stage, 1 << 40)
-        ends, known = all_stays.decider.chosen, all_stays.decider.known
-        lowest, most = ends.floor.held_bytes, ends.top.held_bytes
-        again = {option.output_bytes for option in known.costs.options if option.name in ("mlp", "moe")}
+    small = Shape(**{**sizes, **more})
+    with _ready(_job_of(small, small.pp)) as stage:
+        decider = _planned(stage, 1 << 40).decider
+        lowest, most = decider.chosen.floor.held_bytes, decider.chosen.top.held_bytes
+        again = {option.output_bytes for option in decider.known.costs.options if option.name in ("mlp", "moe")}
         assert again == {small.activation_bytes}
-        budgets = [round(lowest + share * (most - lowest)) for share in JOBS[name][2]]
-        firsts = [_first(_planned(stage, budget)) for budget in budgets]
-    return lowest, most, largest_bytes(known.job.shapes), firsts
-
-
-def _first(controller: Any) -> First:
-    summary = controller.summary
-    return First(controller.first_bytes, controller.held_bytes, summary.offloaded_bytes, summary.recomputed_bytes)
+        largest = largest_bytes(decider.known.job.shapes)
+        assert most - lowest > 8 * largest
+        found = [_planned(stage, round(lowest + share * (most - lowest))) for share in shares]
+    summaries = [controller.summary for controller in found]
+    assert any(each.recomputed_bytes for each in summaries) and any(each.offloaded_bytes for each in summaries)
+    assert all(each.recomputed_bytes or each.offloaded_bytes for each in summaries), summaries
+    errors = [controller.first_bytes - controller.held_bytes for controller in found]
+    assert max(map(abs, errors)) <= tolerance * largest, errors
 
 
 def _planned(stage: Any, budget: int) -> Any:
     """Run steps until the first decision has settled; return the controller, with what was predicted and held."""
-    from megatron_patches._arguments import Settings
-    from megatron_patches._model.candidates import find_candidates
-    from offload_engine import OffloadConfig
-    from offload_engine.engine import OffloadEngine
-
     names, _ = find_candidates(stage.config, stage.bare, True)
     runtime, made = stage._runtime, list[OffloadEngine]()
 
@@ -283,41 +248,23 @@ def _planned(stage: Any, budget: int) -> Any:
     return controller
 
 
-class _Gauge:
-    """Reserves what is allocated, and nothing in vain."""
+class _BudgetEngine(OffloadEngine):
+    """Of a device that reserves what is allocated, and nothing in vain."""
 
-    def __init__(self, allocated: Any) -> None:
-        self._allocated = allocated
+    def __init__(self, config: OffloadConfig, device: Any) -> None:
+        allocated, self.clocks = device.allocated, device.clocks
+        device.memory = SimpleNamespace(
+            peak_bytes=lambda: int(allocated.peak_bytes),
+            held_bytes=lambda: int(allocated.peak_bytes),
+            reset=allocated.reset_peak,
+            outside_bytes=lambda: 0,
+            total_bytes=lambda: 1 << 40,
+            trim=lambda: None,
+        )
+        super().__init__(config, device, logs_first_step=False)
+        self.budget._floor.optimizers.has_state = lambda num_steps: True  # type: ignore[union-attr,method-assign]
 
-    def peak_bytes(self) -> int:
-        return int(self._allocated.peak_bytes)
-
-    held_bytes = peak_bytes
-
-    def reset(self) -> None:
-        self._allocated.reset_peak()
-
-    def outside_bytes(self) -> int:
-        return 0
-
-    def total_bytes(self) -> int:
-        return 1 << 40
-
-    def trim(self) -> None: ...
-
-
-def _BudgetEngine(config: Any, device: Any) -> Any:  # noqa: N802  # a class, of packages that only a rank imports
-    from offload_engine.engine import OffloadEngine
-
-    class Engine(OffloadEngine):
-        def __init__(self) -> None:
-            device.memory = _Gauge(device.allocated)
-            super().__init__(config, device, logs_first_step=False)
-            self.budget._floor.optimizers.has_state = lambda num_steps: True  # type: ignore[union-attr,method-assign]
-
-        def begin_iteration(self, *args: Any, **options: Any) -> None:
-            now = device.clocks.now
-            now.host = now.compute = max(now.host, now.compute)  # it has waited for the device
-            super().begin_iteration(*args, **options)
-
-    return Engine()
+    def begin_iteration(self, *args: Any, **options: Any) -> None:
+        now = self.clocks.now
+        now.host = now.compute = max(now.host, now.compute)  # it has waited for the device
+        super().begin_iteration(*args, **options)

@@ -6,15 +6,16 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -29,6 +30,8 @@ VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 NUM_LAYERS = 4
 ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 """Offloads whatever is named, to memory."""
+T = TypeVar("T")
+innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
 
 
@@ -206,6 +209,13 @@ def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return the value of each rank."""
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
 def check_bits(expected: dict[str, str], got: dict[str, str], *where: object) -> None:
     """Compare two fingerprints; fail with the names of what differs."""
     wrong = [key for key in expected if got[key] != expected[key]]
@@ -216,3 +226,45 @@ def _digest(grad: torch.Tensor | None) -> str:
     if grad is None:
         return "none"
     return hashlib.sha1(grad.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+# -- the distributed optimizer: gradients are reduced during the backward, parameters gathered behind ------------------
+
+_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+
+
+def train_distributed(
+    config: Any, chunks: Sequence[torch.nn.Module], step: Callable[[list[Any]], T], num_steps: int = 3
+) -> list[T]:
+    """Run some steps of a model in bf16; return what each `step` of the wrapped chunks has returned."""
+    wrapped = _wrap_distributed(config, chunks)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+    )
+    optimizer = get_megatron_optimizer(settings, wrapped)
+    config.grad_scale_func = optimizer.scale_loss
+    steps = []
+    for _ in range(num_steps):
+        steps.append(step(wrapped))
+        assert optimizer.step()[0]
+    return steps
+
+
+def _wrap_distributed(config: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    overlap = {**_OVERLAP, "delay_wgrad_compute": True} if config.delay_wgrad_compute else _OVERLAP
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **overlap)
+    wrapped = [DistributedDataParallel(config, settings, Float16Module(config, chunk)) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    for name, function in (
+        ("no_sync_func", "no_sync"),
+        ("grad_sync_func", "start_grad_sync"),
+        ("param_sync_func", "start_param_sync"),
+    ):
+        functions = [getattr(chunk, function) for chunk in wrapped]
+        setattr(config, name, functions if len(functions) > 1 else functions[0])
+    return wrapped

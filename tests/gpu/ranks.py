@@ -18,7 +18,6 @@ import torch
 
 from tests.dist.launch import Outcome, Pipeline, collect, set_up_parallel_state
 from tests.gpu.parity import CUBLAS_WORKSPACE
-from tests.gpu.shared_gpus import gpu_of
 
 TIMEOUT_S = 150.0
 _ENVIRONMENT = {
@@ -121,3 +120,16 @@ def _set_up(shape: Pipeline, last: Pipeline | None) -> None:
     if last is not None:
         parallel_state.destroy_model_parallel()
     set_up_parallel_state(shape)
+
+
+def gpu_of(rank: int) -> torch.device:
+    """Return the GPU of a rank of this node; with fewer GPUs than ranks, several ranks share it.
+
+    NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"), and lets NCCL_HOSTID say what a host is.
+    Ranks of different hosts meet through sockets: what they compute is the same, how long it takes says nothing.
+
+    Call it in the process of that rank, before its first communicator.
+    """
+    host, index = divmod(rank, torch.cuda.device_count())
+    os.environ.update(NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo")
+    return torch.device("cuda", index)

@@ -26,7 +26,7 @@ def test_tensors_that_bypass_the_engine_are_in_no_group(
 
 
 def _count_passing(settings: dict[str, Any]) -> int:
-    from tests.dist.saved_storages import num_passing
+    from tests.dist.test_bypass import num_passing
     from tests.gpu.small_gpt import make_chunks, make_config, run
 
     return num_passing(lambda offload: run(make_chunks(make_config(**settings, **offload)), 2))

@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA device on a real GPU: order by events alone, memory by keeping references, pinned slabs, small reads."""
+"""The CUDA device on a real GPU: order by events alone, memory by keeping references, pinned slabs, small reads.
+
+Storages held outside autograd; other settings of CUDA's caching allocator than the default.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
 
+from offload_engine import FixedBounds, OffloadConfig, OffloadEngine
 from offload_engine._devices import HostRegion
 from offload_engine._devices.cuda import CudaDevice
 from offload_engine._devices.host_read import MappedRead
 from offload_engine._devices.pinned import PinnedSlab, _register
-from tests.gpu.streams import delay, pool_of
+from tests.engine_state import release_all
 
 MIB = 1 << 20
+LATE_CYCLES = 200_000_000  # about 0.1 s: long enough that a missing wait is seen every time
 
 
 @pytest.fixture
@@ -29,6 +38,23 @@ def device() -> Iterator[CudaDevice]:
 
 def garbage(nbytes: int) -> torch.Tensor:
     return torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
+
+
+def delay(stream: int) -> None:
+    """Keep a stream busy.
+
+    Args:
+        stream: its handle; not that of the default stream.
+    """
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        torch.cuda._sleep(LATE_CYCLES)
+
+
+def pool_of(tensor: torch.Tensor) -> int:
+    """Return the handle of the stream from whose allocator pool the tensor's memory is."""
+    address = tensor.data_ptr()
+    [segment] = [s for s in torch.cuda.memory_snapshot() if 0 <= address - s["address"] < s["total_size"]]
+    return int(segment["stream"])
 
 
 @pytest.mark.parametrize("num_copies", [1, 2, 6, 70])
@@ -170,3 +196,110 @@ def test_a_read_does_not_stand_behind_bulk_copies(device: CudaDevice) -> None:
         small.cpu() if name == "plain" else device.host_read(small).wait()
         times[name] = time.perf_counter() - start
     assert times["mapped"] < 0.5e-3 < times["plain"]
+
+
+# -- other settings of CUDA's caching allocator than the default, which is read once in a process ----------------------
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import torch
+from torch import nn
+from offload_engine import OffloadConfig, enable_activation_offloading
+
+def train(offload):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8))).cuda()
+    handle = None
+    if offload:
+        config = OffloadConfig(min_tensor_bytes=0)
+        handle = enable_activation_offloading(model, "none", layers=list(model), config=config)
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(1024 + 512 * (step % 3), 1024, device="cuda")
+        model.zero_grad()
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        found += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+    return found, handle
+
+plain, _ = train(False)
+offloaded, handle = train(True)
+assert all(map(torch.equal, plain, offloaded))
+assert handle.stats.copied_out_bytes > 0 and handle.stats.num_storages_left == 0
+handle.remove()
+"""
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_losses_and_gradients_are_equal_to_the_last_bit(settings: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": settings}
+    ended = subprocess.run([sys.executable, "-c", TRAIN], env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+# -- storages held outside autograd: the process gets their memory back, and the holder the bytes ----------------------
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    torch.cuda.empty_cache()  # tests compare addresses
+    engine = OffloadEngine(
+        OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 40, horizon_bytes=0))
+    )
+    yield engine
+    engine.close()
+
+
+def square(engine: OffloadEngine, x: torch.Tensor) -> torch.Tensor:
+    chunk = engine.start_chunk()
+    chunk.open_group("square")
+    with chunk.saved_tensors_hooks():
+        out = x.square()
+    chunk.close_group()
+    return out
+
+
+def test_memory_falls_although_it_is_held_and_bytes_come_back(engine: OffloadEngine) -> None:
+    x = torch.randn(16 * MIB, device="cuda", requires_grad=True)
+    expected, nbytes = x.detach().cpu(), 64 * MIB
+    with engine.iteration():
+        out = square(engine, x)
+        before = torch.cuda.memory_allocated()
+        engine.held_elsewhere(x)
+        release_all(engine)
+        assert torch.cuda.memory_allocated() == before - nbytes and x.untyped_storage().nbytes() == 0
+        out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.detach().cpu(), expected) and torch.equal(x.grad.cpu(), 2 * expected)
+
+
+def test_late_copy_out_is_not_overtaken_by_the_next_owner_of_its_bytes(engine: OffloadEngine) -> None:
+    x = torch.ones(MIB, device="cuda", requires_grad=True)
+    address = x.data_ptr()
+    with engine.iteration():
+        torch.cuda.synchronize()
+        delay(engine._store.context.copy_out_stream)
+        out = square(engine, x)
+        engine.held_elsewhere(x)
+        release_all(engine)
+        taken = torch.full((MIB,), 5.0, device="cuda")
+        assert taken.data_ptr() == address  # else this test shows nothing
+        delay(engine._store.context.copy_in_stream)
+        out.sum().backward()  # not behind a copy-in that is late either
+    assert x.grad is not None and x.eq(1).all() and x.grad.eq(2).all() and taken.eq(5).all()
+
+
+def test_bytes_are_restored_from_the_pool_of_the_compute_stream() -> None:
+    device = CudaDevice()
+    x = torch.ones(MIB, device="cuda")
+    device.empty(x.untyped_storage())
+    for compute, current in permutations([torch.cuda.default_stream(), torch.cuda.Stream()]):
+        with torch.cuda.stream(current):
+            buffer = device.restore(x.untyped_storage(), 4 * MIB, compute.cuda_stream)
+            assert pool_of(torch.empty(4 * MIB, device="cuda")) == current.cuda_stream
+        assert pool_of(x) == pool_of(buffer) == compute.cuda_stream
+        assert buffer.data_ptr() == x.data_ptr() and buffer.nbytes == 4 * MIB
+        del buffer
+        device.empty(x.untyped_storage())
+    device.close()

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A captured step, replayed: equal to the last bit, with all that it may not read poisoned between the replays."""
+"""A captured step, replayed: equal to the last bit, with all that it may not read poisoned between the replays.
+
+Its graph is checked offline; layers in graphs of their own take less memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from offload_engine import (
+    FixedBounds,
     LowestPeak,
     OffloadConfig,
     OffloadEngine,
@@ -19,11 +23,17 @@ from offload_engine import (
     group_start,
 )
 from offload_engine._devices.regions import storage_at, whole
+from offload_engine.captured_layers import CapturedLayers
 from offload_engine.graph_captures import CapturedStep
 from offload_engine.policies import PolicySettings, ResidentLayers
 from tests.checkpointed import all_equal
+from tests.gpu.graph_nodes import nodes_and_edges
+from tests.graph_order import check, take_out
+from tests.program_order import edges_of, unordered
 
 NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 6, 256, 3
+
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 class Training:
@@ -88,7 +98,6 @@ def poison(captured: CapturedStep, graph: torch.cuda.CUDAGraph) -> None:
         view.fill_(0xFF)
 
 
-@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("policy", [LowestPeak(), ResidentLayers()], ids=repr)
 def test_replays_are_equal_to_the_last_bit(policy: PolicySettings) -> None:
     training, graph = Training(), torch.cuda.CUDAGraph()
@@ -129,7 +138,6 @@ def test_what_is_not_pinned_is_refused_in_the_capture_and_the_next_one_is_right(
         captured.release()
 
 
-@pytest.mark.usefixtures("deterministic")
 def test_a_capture_by_other_code_on_its_own_stream_is_announced_around_it() -> None:
     """As megatron-core captures full iterations: eager steps on the default stream, a replay in the same call."""
     training, graph = Training(), torch.cuda.CUDAGraph()
@@ -158,7 +166,6 @@ def test_a_capture_by_other_code_on_its_own_stream_is_announced_around_it() -> N
 # -- captures around offloaded modules that no one announces -----------------------------------------------------------
 
 
-@pytest.mark.usefixtures("deterministic")
 def test_a_graph_of_a_forward_is_refused_and_the_next_step_is_right() -> None:
     training = Training()
     training.step()
@@ -171,7 +178,6 @@ def test_a_graph_of_a_forward_is_refused_and_the_next_step_is_right() -> None:
         assert all_equal(training.result(), expected) and handle.stats.num_offloaded_groups > 0
 
 
-@pytest.mark.usefixtures("deterministic")
 def test_graphed_callables_are_refused() -> None:
     layer = torch.nn.Linear(64, 64).cuda()
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1))
@@ -190,4 +196,104 @@ def test_graphed_callables_are_refused() -> None:
         engine.start_chunk()
         torch.cuda.make_graphed_callables(Bracketed(), (hidden,), num_warmup_iters=0)
     torch.cuda.synchronize()
+    engine.close()
+
+
+# -- the offline check of the captured graph: each two uses of the same bytes have a path between them -----------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [LowestPeak(), ResidentLayers(), FixedBounds(max_inflight_bytes=1 << 20)],
+    ids=["lowest", "layers", "fixed"],
+)
+def test_a_captured_step_is_ordered(policy: PolicySettings) -> None:
+    training = Training()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.stream(training.stream), training.offload(policy) as handle:
+        for _ in range(2):
+            training.step()
+        captured = training.capture(handle, graph)
+        nodes, edges = nodes_and_edges(graph.raw_cuda_graph())
+        graph.reset()
+        captured.release()
+    assert {"out", "in"} <= {node.get("kind") for node in nodes if node.get("nbytes")}
+    found = check(nodes, edges)
+    assert found.host_pairs > 0 and found.device_pairs > 0
+    assert (found.unordered, found.unfilled, found.unawaited) == ([], [], [])
+    assert take_out(nodes, edges).noticed
+
+
+# -- layers in CUDA graphs of their own, in less memory ----------------------------------------------------------------
+
+NUM_GRAPHED, ROWS, WIDE, NUM_STEPS = 6, 4096, 1024, 4
+
+
+def make_layers() -> list[torch.nn.Module]:
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(WIDE, WIDE), torch.nn.GELU(), torch.nn.Linear(WIDE, WIDE), torch.nn.Tanh())
+        for _ in range(NUM_GRAPHED)
+    ]
+    return [layer.cuda() for layer in layers]
+
+
+def graphed(layers: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
+    samples = tuple((torch.randn(ROWS, WIDE, device="cuda", requires_grad=True),) for _ in layers)
+    return torch.cuda.make_graphed_callables(tuple(layers), samples)  # type: ignore[return-value]
+
+
+def steps_of(layers: Sequence[torch.nn.Module], captured: CapturedLayers | None = None) -> list[list[torch.Tensor]]:
+    results = []
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    for step in range(NUM_STEPS):
+        torch.manual_seed(step)
+        hidden = torch.randn(ROWS, WIDE, device="cuda", requires_grad=True)
+        for layer in layers:
+            hidden = layer(hidden)
+        hidden.square().sum().backward()
+        results.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
+        for parameter in parameters:
+            parameter.grad = None
+        torch.cuda.synchronize()
+        if captured is not None:
+            poison_copies(captured)
+    return results
+
+
+def poison_copies(captured: CapturedLayers) -> None:
+    """Overwrite what replays have to write before they read it: host bytes, and what backwards read on the device."""
+    for slab in captured.slabs.by_index.values():
+        slab.view(0, slab.nbytes).fill_(0xFF)  # type: ignore[attr-defined]
+    for step in captured.steps:
+        for copies in step.copy_ins:
+            for _, target in copies.copies:
+                target.fill_(0xFF)
+    torch.cuda.synchronize()
+
+
+def reserved_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def test_replays_are_equal_to_the_last_bit_in_less_memory() -> None:
+    before = reserved_bytes()
+    layers = graphed(make_layers())
+    without = reserved_bytes() - before
+    expected = steps_of(layers)
+    del layers
+    before = reserved_bytes()
+    engine = OffloadEngine(OffloadConfig())
+    with engine.graphs.capture_layers(min_bytes=1) as captured:
+        layers = graphed(make_layers())
+    fallen = without - (reserved_bytes() - before)
+    assert captured.num_graphs == 2 * NUM_GRAPHED and captured.copied_out_bytes > 0
+    assert not unordered(captured, edges_of(captured))
+    got = steps_of(layers, captured)
+    assert all(all(map(torch.equal, a, b)) for a, b in zip(expected, got, strict=True))
+    assert fallen >= 0.5 * captured.copied_out_bytes, (fallen, captured.copied_out_bytes, captured.slot_bytes)
+    del layers
+    captured.release()
     engine.close()

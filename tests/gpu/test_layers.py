@@ -14,7 +14,7 @@ from offload_engine import OffloadConfig, enable_activation_offloading, offload_
 from tests.checkpointed import FAMILIES, WAYS, all_equal, make_language_model
 from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train
 from tests.gpu.parity import deterministic_algorithms, peak_of_second, run_twice
-from tests.gpu.shared_gpus import gpu_of
+from tests.gpu.ranks import gpu_of
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 

@@ -81,9 +81,9 @@ def _kernels_of_apex(settings: dict[str, Any]) -> AbstractContextManager[object]
 
 
 def _train(settings: dict[str, Any]) -> list[dict[str, str]]:
-    from tests.dist.training import train
+    from tests.dist.tiny import train_distributed
     from tests.gpu.small_gpt import fingerprint_of_step, make_chunks, make_config
 
     config = make_config(**settings)
     num_microbatches = 2 * config.pipeline_model_parallel_size
-    return train(config, make_chunks(config), lambda chunks: fingerprint_of_step(chunks, num_microbatches))
+    return train_distributed(config, make_chunks(config), lambda chunks: fingerprint_of_step(chunks, num_microbatches))

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import offload_engine
@@ -69,7 +69,7 @@ class Timer(Injector):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._is_armed:
             return
-        if _is_in_file(frame, _DEVICE_OF_TESTS):
+        if _is_inside(frame, lambda code: code.co_filename.endswith(_DEVICE_OF_TESTS)):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
             return
         self._is_armed = False
@@ -102,7 +102,7 @@ class AtByteCode(Injector):
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if self._function and not _is_in_function(frame, self._function):
+        if self._function and not _is_inside(frame, lambda code: code.co_name == self._function):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step
@@ -117,17 +117,7 @@ class AtByteCode(Injector):
         return self._step
 
 
-def _is_in_function(frame: FrameType | None, name: str) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == name:
-            return True
+def _is_inside(frame: FrameType | None, is_wanted: Callable[[CodeType], bool]) -> bool:
+    while frame is not None and not is_wanted(frame.f_code):
         frame = frame.f_back
-    return False
-
-
-def _is_in_file(frame: FrameType | None, name: str) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(name):
-            return True
-        frame = frame.f_back
-    return False
+    return frame is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,8 +80,10 @@ class Job(ABC):
         self.x = torch.randn(8, WIDTH)
         self.device = device
         self.engine: OffloadEngine | None = None
+        self.close: Callable[[], object] = lambda: None  # take the front-end off
         if device is not None:
             self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=self.policy), device)
+            self.close = self.engine.close
         self.start()
 
     def step(self) -> list[torch.Tensor]:
@@ -99,10 +102,6 @@ class Job(ABC):
     @abstractmethod
     def start(self) -> None:
         """Put the front-end around the model."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Take the front-end off."""
 
 
 class ByHand(Job):
@@ -124,10 +123,6 @@ class ByHand(Job):
         if self.engine is not None:
             self.engine.reset_iteration()
             assert torch.equal(self.held, self.x), "a tensor that is held elsewhere did not get its bytes back"
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
 
     def _both(self, engine: OffloadEngine | None) -> torch.Tensor:
         self.held = self.x.clone()  # as a schedule keeps the input of a stage
@@ -175,11 +170,7 @@ class Layers(OfModel):
     def start(self) -> None:
         if self.engine is not None:
             layers = find_layers(self.model, list(self.model.blocks))
-            self._handle = LayerOffload(self.model, layers, self.engine, self.enable_ckpt)
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self._handle.remove()
+            self.close = LayerOffload(self.model, layers, self.engine, self.enable_ckpt).remove
 
 
 class CheckpointedLayers(Layers):
@@ -193,11 +184,8 @@ class Managed(OfModel):
 
     def start(self) -> None:
         if self.engine is not None:
-            self.region = self._activations = manage_activations(self.model, group_bytes=1000, engine=self.engine)
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self._activations.close()
+            self.region = activations = manage_activations(self.model, group_bytes=1000, engine=self.engine)
+            self.close = activations.close
 
 
 class Wrapped(OfModel):
@@ -208,11 +196,8 @@ class Wrapped(OfModel):
     def start(self) -> None:
         apply_activation_checkpointing(self.model, check_fn=lambda module: isinstance(module, Block))
         if self.engine is not None:
-            offload_wrapper(self.model, engine=self.engine)
-
-    def close(self) -> None:
-        if (handle := getattr(self.model, "activation_offload", None)) is not None:
-            handle.remove()
+            model: Any = offload_wrapper(self.model, engine=self.engine)
+            self.close = model.activation_offload.remove
 
 
 class Checkpointed(OfModel):
@@ -224,11 +209,8 @@ class Checkpointed(OfModel):
         self.model.checkpoint = torch_checkpoint
         if self.engine is not None:
             self.model.checkpoint = offloaded_checkpoint
-            self.region = self._offload = CheckpointOffload(engine=self.engine)
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self._offload.close()
+            self.region = offload = CheckpointOffload(engine=self.engine)
+            self.close = offload.close
 
 
 JOBS: dict[str, type[Job]] = {
