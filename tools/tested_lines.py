@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 NOT_FOR_MUTANTS = (
-    "budget_curve compile cuda_calls ended_processes environment examples frontend_examples host_cost imports "
+    "bench_frontends compile cuda_calls ended_processes environment examples host_cost imports "
     "lightning_trainer random_interrupts readme tools torch_private "
     "transformers_trainer"
 ).split()
