@@ -109,13 +109,9 @@ class OffloadEngine(EngineView):
         if self.failures.is_torn:
             self.reset_iteration()
         self._check_begin(actions)
-        try:
-            measuring = None if self.budget is None else self.budget.begin(actions or (), is_combined)
-            self._store.begin(weights)
-            self._executor.begin_iteration(actions or (), is_combined)
-        except BaseException as error:
-            self.failures.note(error)
-            raise
+        measuring = None if self.budget is None else self.budget.begin(actions or (), is_combined)
+        self._store.begin(weights)
+        self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
         # The budget records the steps that it measures itself; a requested recording then waits for the next step.
         if not self._context.is_captured:  # a graph has no times until it is replayed

@@ -80,7 +80,8 @@ class ActivationStore:
         """Reset the counters for an iteration; the storages of `weights` are not activations."""
         self.counters.begin()
         self.eligibility.begin(weights)
-        self._pool.reset_peak()
+        with self.retired:  # notes an interrupt, by which a lease that is returned may be lost
+            self._pool.reset_peak()
         self.alloc_streams.clear()
 
     def end(self) -> IterationStats:
