@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens on their way to experts: the all-to-all overlap, and the flex dispatcher. What parity alone does not show.
 
-Under the overlap nodes of two microbatches take turns inside a layer. DeepEP's part of the flex dispatcher has a
-stand-in; megatron-core's own functions for autograd run around it, with what they keep for their backward.
+Under the overlap nodes of two microbatches take turns inside a layer. DeepEP's part of the flex dispatcher is done over
+gloo, without kernels; megatron-core's own functions for autograd run around it, with what they keep for their backward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
@@ -108,7 +109,7 @@ def _case(kind: str, names: list[str], **more: Any) -> Case:
 
 
 @contextmanager
-def deep_ep() -> Iterator[None]:
+def deep_ep_over_gloo() -> Iterator[None]:
     """Put the stand-in where megatron-core looks for DeepEP."""
     found: dict[str, Any] = {
         "fused_dispatch": _applied(fused_a2a.FusedDispatch),
@@ -124,20 +125,21 @@ def deep_ep() -> Iterator[None]:
 
 
 class Routes(NamedTuple):
-    """Which of the tokens were dispatched."""
+    """Which of the tokens of all ranks were dispatched to this one."""
 
     rows: torch.Tensor
     num_tokens: int
 
 
 class Buffer:
-    """In place of `deep_ep.Buffer`: tokens for experts of other ranks are lost. Its options have no meaning here."""
+    """In place of `deep_ep.Buffer`, whose options for streams have no meaning here."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def get_dispatch_layout(self, indices: torch.Tensor, num_experts: int, **_: Any) -> tuple[Any, ...]:
-        return None, None, torch.bincount(indices.flatten(), minlength=num_experts), None, None
+        num_tokens_per_expert = torch.bincount(indices.flatten(), minlength=num_experts)
+        return None, None, num_tokens_per_expert, None, None
 
     def dispatch(
         self,
@@ -150,27 +152,34 @@ class Buffer:
     ) -> tuple[Any, ...]:
         """Along new routes, or, with a handle, along those of an earlier call."""
         if handle is not None:
-            return tokens[handle.rows], None, None, None, None, _Event()
+            return self._of_all(tokens)[handle.rows], None, None, None, None, _Event()
         assert topk_idx is not None and topk_weights is not None and num_tokens_per_expert is not None
         num_local = num_tokens_per_expert.numel() // self._group.size()
-        indices = topk_idx - self._group.rank() * num_local
+        indices = self._of_all(topk_idx) - self._group.rank() * num_local
         is_local = (indices >= 0) & (indices < num_local)
         routes = Routes(is_local.any(dim=1).nonzero().flatten(), len(indices))
+        weights = self._of_all(topk_weights).where(is_local, 0.0)[routes.rows]
         counts = torch.bincount(indices[is_local], minlength=num_local).tolist()
-        indices, weights = indices.where(is_local, -1)[routes.rows], topk_weights.where(is_local, 0.0)[routes.rows]
-        return tokens[routes.rows], indices, weights, counts, routes, _Event()
+        indices = indices.where(is_local, -1)[routes.rows]
+        return self._of_all(tokens)[routes.rows], indices, weights, counts, routes, _Event()
 
     def combine(
         self, tokens: torch.Tensor, handle: Routes, topk_weights: torch.Tensor | None = None, **_: Any
     ) -> tuple[Any, ...]:
-        weights = None if topk_weights is None else _spread(topk_weights, handle)
-        return _spread(tokens, handle), weights, _Event()
+        weights = None if topk_weights is None else self._sum(topk_weights, handle)
+        return self._sum(tokens, handle), weights, _Event()
 
+    def _of_all(self, part: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(part) for _ in range(self._group.size())]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts)
 
-def _spread(part: torch.Tensor, routes: Routes) -> torch.Tensor:
-    total = part.new_zeros(routes.num_tokens, *part.shape[1:])
-    total[routes.rows] = part
-    return total
+    def _sum(self, part: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return what all ranks return for the tokens of this one."""
+        total = part.new_zeros(routes.num_tokens, *part.shape[1:], dtype=torch.float32)
+        total[routes.rows] = part.float()
+        dist.all_reduce(total, group=self._group)
+        return total.chunk(self._group.size())[self._group.rank()].to(part.dtype)
 
 
 class _Event:
@@ -207,7 +216,7 @@ def test_flex_dispatcher(shape: Pipeline) -> None:
         cases = [Case("moe", names, settings=FLEX) for names in (*EACH, ["router"], ["experts"])]
         cases.append(Case("mixed", EACH[-1], torch.bfloat16, FLEX, wrap=True))
     microbatches, references = [4] if shape == DEEP else [3, 2], References()
-    with deep_ep():
+    with deep_ep_over_gloo():
         tokens, dispatched, total, *_ = (
             run_with(case, microbatches, references.of(case, microbatches))[-1].copied_out_bytes for case in cases
         )
