@@ -8,8 +8,8 @@ import json
 import time
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +97,9 @@ def test_the_report_has_both_tables_and_shows_the_worst_of_ranks_with_the_same_s
     assert cells_of(lines[-2]) == link
 
 
+# ---- the command ----
+
+
 def test_the_command_gathers_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(write_trace(a_step(rank), tmp_path / f"rank{rank}.json.gz")) for rank in range(2)]
     for arguments, expected in (
@@ -141,6 +144,33 @@ def test_a_file_that_is_no_recording_is_named(
     assert str(path) in error and message in error and error.count("\n") == 1
 
 
+# ---- traces ----
+
+_PHASES = {
+    "X": {"ts", "dur", "tid", "name"},
+    "C": {"ts", "name", "args"},
+    "i": {"ts", "tid", "name", "s"},
+    "M": {"name", "args"},
+}
+
+
+def check_schema(events: list[dict[str, Any]]) -> None:
+    """Check the fields that Perfetto needs in the events of one process."""
+    named = {event["tid"] for event in events if event["name"] == "thread_name"}
+    rest = [event for event in events if event["ph"] != "M"]
+    tracks = defaultdict(list)
+    for event in events:
+        assert _PHASES[event["ph"]] <= event.keys() and isinstance(event["pid"], int)
+    for event in rest:
+        assert event["ph"] == "C" or event["tid"] in named
+        if event["ph"] == "X":
+            tracks[event["tid"]].append(event)
+    assert [event["ts"] for event in rest] == sorted(event["ts"] for event in rest)
+    for slices in tracks.values():
+        for one, other in zip(slices, slices[1:], strict=False):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, "slices of one track overlap"
+
+
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_file_has_valid_events_and_the_records(name: str, tmp_path: Path) -> None:
     records = [a_step(0), a_step(1)]
@@ -148,14 +178,10 @@ def test_a_file_has_valid_events_and_the_records(name: str, tmp_path: Path) -> N
     assert read_records(path) == records
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events = json.loads(content)["traceEvents"]
-    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    tracks = defaultdict(list)
-    for event in (event for event in events if event["ph"] == "X"):
-        tracks[event["pid"], event["tid"]].append(event)
-    assert tracks.keys() <= named and len({pid for pid, _ in tracks}) == 2
-    for slices in tracks.values():
-        for one, other in pairwise(slices):
-            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, "out of order, or slices of one track overlap"
+    pids = {event["pid"] for event in events}
+    assert len(pids) == 2
+    for pid in pids:
+        check_schema([event for event in events if event["pid"] == pid])
 
 
 def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> None:
@@ -179,7 +205,10 @@ def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> Non
         merge([merged, other], tmp_path / "both.json")
 
 
-def test_without_a_process_group_there_is_one_rank() -> None:  # tests/dist/test_second_step.py gathers several
+# ---- of all ranks, which tests/dist/test_second_step.py gathers ----
+
+
+def test_without_a_process_group_there_is_one_rank() -> None:
     for record, table in ((a_step(), report_table([a_step()])), (None, "")):
         reports = RankReports("x")
         reports.announce()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -38,6 +39,9 @@ def test_the_benchmark_of_cpus_still_knows_the_engine(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "cost.jsonl").read_text())["kind"] == "group_cost"
 
 
+# ---- tools/soak.py runs thousands of steps ----
+
+
 soak = load_tool("soak")
 
 
@@ -48,7 +52,10 @@ def test_nothing_grows(name: str) -> None:
     assert after.slab_kib > 0, "nothing moves"
 
 
-mutation_check = load_tool("mutation_check")
+# ---- tools/mutation_check.py ----
+
+
+mutation_check, mutations = load_tool("mutation_check"), load_tool("mutations")
 
 
 def test_every_documented_rule_has_a_wait_to_remove() -> None:
@@ -68,6 +75,16 @@ def test_every_wait_on_an_event_is_found() -> None:
             if re.search(r"(?<!def )\b(wait_event|synchronize|_?await_\w+|wait_for_last_copy)\(", line):
                 is_found = (path.relative_to(ROOT), number) in found or "early wait" in line
                 assert is_found, f"{path.name}:{number}: {line.strip()}"
+
+
+def test_decisions_of_every_policy_are_changed() -> None:
+    policies = {f"_policy/{path.name}" for path in (ROOT / "offload_engine/_policy").glob("*.py")}
+    without_decisions = {"_policy/__init__.py", "_policy/policy.py", "_policy/choose.py"}
+    assert policies - without_decisions <= set(mutations.FILES)
+    assert len(set(mutations.FILES)) == len(mutations.FILES) > 20
+
+
+# ---- examples/slurm.sh ----
 
 
 COMMANDS = {
@@ -100,6 +117,9 @@ def test_every_node_starts_its_ranks(tmp_path: Path) -> None:
         assert offload.offload_host_limit_bytes is None, "the engine shares the node's memory by itself"
 
 
+# ---- commands whose reader leaves early, as head does ----
+
+
 @pytest.mark.parametrize(
     "command",
     [lambda: write_out("a line\n"), lambda: launcher.main(["--list-modules"])],
@@ -115,6 +135,23 @@ def test_a_command_without_a_reader_ends_without_an_error(
         with pytest.raises(SystemExit) as ended:
             command()
     assert ended.value.code == 128 + signal.SIGPIPE
+
+
+# ---- commands of result files, and the quickstart's table ----
+
+
+def commands() -> list[str]:
+    """Return the commands of the result files, each of which is one benchmark, without those of earlier commits."""
+    texts = (file.read_text() for file in (ROOT / "docs" / "results").glob("*.json"))
+    found = re.findall(r'"(?!at commit )[^"]*benchmarks/run\.py ((?:gpu|frontends) [^"\\]*)"', "\n".join(texts))
+    return [command.replace("RIVALS", ".").partition("  #")[0] for command in found]
+
+
+def test_the_commands_of_result_files_are_understood() -> None:
+    assert len(commands()) > 10
+    for command in commands():
+        name, *flags = command.split()
+        importlib.import_module(f"benchmarks.{name}.settings").parse(flags)
 
 
 def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(
@@ -137,7 +174,10 @@ def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(
     write("offload", [3.0, 2.0], 200)
     write("budget", [3.0, 2.0, 1.0], 380, plan)
     assert quickstart.main([str(tmp_path)]) == 0
-    printed = " ".join(re.sub("[│┃]", " ", capsys.readouterr().out).split())
-    assert re.search(r"600 MiB 200 MiB \(-67%\) 380 MiB \(-37%\)", printed) and "390 MiB predicted" in printed
+    printed = capsys.readouterr().out
+    printed = " ".join(re.sub("[│┃]", " ", printed).split())
+    assert "budget of 400 MiB" in printed and re.search(r"600 MiB 200 MiB \(-67%\) 380 MiB \(-37%\)", printed)
+    assert "390 MiB predicted" in printed
+    assert (tmp_path / "residency.png").read_bytes().startswith(b"\x89PNG")
     write("budget", [3.0, 2.5], 380, plan)
     assert quickstart.main([str(tmp_path)]) == 1 and "NOT EQUAL" in capsys.readouterr().out
