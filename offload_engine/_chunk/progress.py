@@ -64,7 +64,7 @@ class ChunkProgress:
             self.is_forward_done = True
             self.prefetch_index = len(self.groups) - 1
             self.last_index_by_name = {group.name: group.index for group in self.groups}
-            self.brought_by = bringing_groups([(group.name, group.layer) for group in self.groups])
+            self.brought_by = bringing_groups([(group.name, group.layer) for group in self.groups], is_combined)
             last = self.last_index_by_name.values()
             self.backward_index = min(last, default=0) if self.tail_index < 0 else self.tail_index
             if is_combined:

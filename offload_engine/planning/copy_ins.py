@@ -103,7 +103,9 @@ class CopyInOrder:
         self._is_last_layer_first = is_last_layer_first
         self._positions = {action: position for position, action in enumerate(step.actions)}
         self._last_index_by_name = [shape.last_index_by_name() for shape in step.shapes]
-        self._brought_by = [bringing_groups([(g.name, g.layer) for g in shape.groups]) for shape in step.shapes]
+        self._brought_by = [
+            bringing_groups([(g.name, g.layer) for g in shape.groups], step.is_combined) for shape in step.shapes
+        ]
         self._next: dict[ChunkKey, int] = {}  # index of the group to bring back next; counts down
         self._near: dict[ChunkKey, int] = {}  # index that the backward has reached, or near which it begins
         self._window: list[ChunkKey] = []  # chunks to bring back now, soonest first

@@ -158,21 +158,26 @@ class Bounds:
         return 2 * largest_bytes if self.max_inflight_bytes is None else self.max_inflight_bytes
 
 
-def bringing_groups(groups: Sequence[tuple[str, int]]) -> list[int]:
+def bringing_groups(groups: Sequence[tuple[str, int]], is_combined: bool = False) -> list[int]:
     """Return, for each group, the index of the group whose backward may bring it back; their number: any may.
 
     That is the next one of its name, a layer ahead: the copy has the backward of a whole layer, and what comes back
     earlier only raises the peak. The last one of a name comes back with the group after it. Where layers are not known,
     groups of one name may differ in everything else, and any may bring them back.
 
+    Where the backward runs together with another forward, a layer takes as long as both. Then a group comes back one group
+    later, when the backward of the next one of its name is over: with both in memory the peak would rise.
+
     Args:
         groups: names and layers of the groups of a chunk, in the order of forward.
+        is_combined: another forward runs together with the backward.
     """
     following: dict[str, int] = {}
     bringing = []
     for index in reversed(range(len(groups))):
         name, layer = groups[index]
-        bringing.append(len(groups) if layer == -1 else following.get(name, index + 1))
+        next_of_name = following.get(name, index + 1)
+        bringing.append(len(groups) if layer == -1 else max(next_of_name - int(is_combined), index + 1))
         following[name] = index
     return bringing[::-1]
 
