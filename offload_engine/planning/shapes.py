@@ -165,8 +165,8 @@ def bringing_groups(groups: Sequence[tuple[str, int]], is_combined: bool = False
     earlier only raises the peak. The last one of a name comes back with the group after it. Where layers are not known,
     groups of one name may differ in everything else, and any may bring them back.
 
-    Where the backward runs together with another forward, a layer takes as long as both. Then a group comes back one group
-    later, when the backward of the next one of its name is over: with both in memory the peak would rise.
+    Where the backward runs together with another forward, a layer takes as long as both. Then a group comes back one
+    group later, when the backward of the next one of its name is over: with both in memory the peak would rise.
 
     Args:
         groups: names and layers of the groups of a chunk, in the order of forward.
