@@ -64,7 +64,14 @@ def compiled_modules() -> list[Extension]:
     arguments = ["--config-file=", "--follow-imports=skip", "--ignore-missing-imports", "--no-warn-unused-ignores"]
     modules: list[Extension] = mypycify([*arguments, *map(str, paths)], opt_level="2", group_name="offload_engine")
     in_c = (f"{CORE}/{name}" for name in IN_C)
-    return [*modules, *(Extension(name.replace("/", "."), [f"{name}.c"]) for name in in_c)]
+    flags = ["-pthread"]
+    return [
+        *modules,
+        *(
+            Extension(name.replace("/", "."), [f"{name}.c"], extra_compile_args=flags, extra_link_args=flags)
+            for name in in_c
+        ),
+    ]
 
 
 class BuildCompiled(build_ext):

@@ -22,6 +22,7 @@ class GraphDevice(AdversarialDevice):
         super().__init__()
         self.graphs = self
         self.is_recording = False
+        self.is_settled = True  # all calls in the background are made: here at once, which is one of the possible times
         self.captures = 0  # the number of the running one; 0: none
         self._num_captures = 0
         self._captured: dict[AdversarialStream, int] = {}  # the number of calls of each in the running capture
@@ -89,6 +90,9 @@ class GraphDevice(AdversarialDevice):
     def new_routine(self) -> Routine:
         return GraphRoutine(self)
 
+    def settle(self) -> None:
+        self.is_settled = True
+
     def new_slab(self, nbytes: int) -> AdversarialSlab:
         assert not self.captures, "nothing can be pinned in a capture"
         return super().new_slab(nbytes)
@@ -126,6 +130,7 @@ class GraphRoutine:
     def __init__(self, device: GraphDevice) -> None:
         self._device = device
         self._calls: list[Callable[[AdversarialStream], None]] = []
+        self._is_behind = False  # what is added may be made in the background
 
     def record_event(self, stream: AdversarialStream) -> RoutineEvent:
         return self._note(lambda compute: self._device.record_event(stream or compute))
@@ -138,15 +143,21 @@ class GraphRoutine:
         self._calls.append(call)
 
     def copy_out(self, stream: AdversarialStream, copies: list[tuple[torch.Tensor, HostRegion]]) -> RoutineEvent:
+        assert self._is_behind, "the host is not to wait for copies"
         return self._note(lambda _: self._device.copy_out(stream, copies))
 
     def copy_in(self, stream: AdversarialStream, copies: list[tuple[HostRegion, torch.Tensor]]) -> RoutineEvent:
+        assert self._is_behind, "the host is not to wait for copies"
         return self._note(lambda _: self._device.copy_in(stream, copies))
+
+    def in_background(self) -> None:
+        self._is_behind = True
 
     def finish(self) -> Callable[[AdversarialStream], None]:
         return self.run
 
     def run(self, compute: AdversarialStream) -> None:
+        self._device.is_settled &= not self._is_behind
         for call in self._calls:
             call(compute)
 

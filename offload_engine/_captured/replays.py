@@ -26,6 +26,8 @@ class Replays:
 
     def __init__(self, steps: Sequence[Step], context: TransferContext) -> None:
         self._context = context
+        assert context.device.graphs is not None
+        self._settle = context.device.graphs.settle
         self._current_stream = context.device.current_stream
         self._compute: Stream = None  # of the replay under way, so that it is asked for once
         notes = _Notes(context)
@@ -64,6 +66,7 @@ class Replays:
         if number + 1 < len(self._after):
             self._next = number + 1
         else:
+            self._settle()  # the memory of the graphs may be returned from now on
             self._is_under_way = False
 
     def _begin(self) -> None:
@@ -108,6 +111,7 @@ class _Notes:
             return None
         calls = self._graphs.new_routine()
         replayed = calls.record_event(COMPUTE)
+        calls.in_background()
         if step.copy_outs:
             calls.wait_event(self._out, replayed)  # Rule 1
             self._copied_out[number] = calls.copy_out(self._out, step.copy_outs)

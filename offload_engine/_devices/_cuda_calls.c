@@ -8,12 +8,16 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "_call_queue.h"
+
 typedef int (*record_t)(void *event, void *stream);
 typedef int (*wait_t)(void *stream, void *event, unsigned flags);
 typedef int (*query_t)(void *event);
 typedef int (*copy_t)(void *target, const void *source, size_t nbytes, int kind, void *stream);
 typedef int (*last_error_t)(void);
 typedef int (*get_device_t)(int *device);
+typedef int (*set_device_t)(int device);
+typedef int (*capture_mode_t)(int *mode);
 
 /* cudaMemcpyAttributes of CUDA 13. */
 typedef struct {
@@ -39,8 +43,20 @@ typedef struct {
     copy_t copy;
     last_error_t last_error;
     get_device_t get_device;
+    set_device_t set_device;
+    capture_mode_t exchange_capture_mode;
     copy_batch_t copy_batch; /* NULL: the runtime has none, or one with other arguments */
+    queue_t queue;           /* of routines: their calls in the background */
+    int device_of_thread;    /* -1: none yet */
 } Calls;
+
+/* Returns when all calls in the background are made, so that those on the copy streams keep their order. Returns the
+ * first error of theirs. */
+static int settle(Calls *calls)
+{
+    queue_await(&calls->queue, NULL, NULL);
+    return queue_take_code(&calls->queue);
+}
 
 #define COPIES_ON_STACK 64
 
@@ -66,7 +82,9 @@ static PyObject *calls_record(PyObject *self, PyObject *const *args, Py_ssize_t 
     if (!parse("record", args, given, 2, values))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    code = ((Calls *)self)->record((void *)values[0], (void *)values[1]);
+    code = settle((Calls *)self);
+    if (code == 0)
+        code = ((Calls *)self)->record((void *)values[0], (void *)values[1]);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(code);
 }
@@ -78,7 +96,9 @@ static PyObject *calls_wait(PyObject *self, PyObject *const *args, Py_ssize_t gi
     if (!parse("wait", args, given, 2, values))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    code = ((Calls *)self)->wait((void *)values[0], (void *)values[1], 0);
+    code = settle((Calls *)self);
+    if (code == 0)
+        code = ((Calls *)self)->wait((void *)values[0], (void *)values[1], 0);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(code);
 }
@@ -92,7 +112,9 @@ static PyObject *calls_wait_stream(PyObject *self, PyObject *const *args, Py_ssi
     if (!parse("wait_stream", args, given, 3, values))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    code = calls->record((void *)values[1], (void *)values[2]);
+    code = settle(calls);
+    if (code == 0)
+        code = calls->record((void *)values[1], (void *)values[2]);
     if (code == 0)
         code = calls->wait((void *)values[0], (void *)values[1], 0);
     Py_END_ALLOW_THREADS
@@ -104,6 +126,11 @@ static PyObject *calls_query(PyObject *self, PyObject *const *args, Py_ssize_t g
     size_t values[1];
     if (!parse("query", args, given, 1, values))
         return NULL;
+    if (((Calls *)self)->queue.pid != 0) {
+        Py_BEGIN_ALLOW_THREADS
+        queue_await(&((Calls *)self)->queue, NULL, NULL);
+        Py_END_ALLOW_THREADS
+    }
     return PyLong_FromLong(((Calls *)self)->query((void *)values[0]));
 }
 
@@ -153,7 +180,9 @@ static PyObject *calls_copy_all(PyObject *self, PyObject *const *args, Py_ssize_
         return PyErr_NoMemory();
     if (parse_copies(args[3], count, arrays)) {
         Py_BEGIN_ALLOW_THREADS
-        code = issue_copies((Calls *)self, head, arrays, (size_t)count, 2);
+        code = settle((Calls *)self);
+        if (code == 0)
+            code = issue_copies((Calls *)self, head, arrays, (size_t)count, 2);
         Py_END_ALLOW_THREADS
         result = PyLong_FromLong(code);
     }
@@ -168,13 +197,17 @@ typedef struct {
     Calls *calls;
     PyObject *otherwise; /* called with the routine and a code, where not all calls were made */
     int device;
+    size_t num_own; /* numbers of the calls that are not made in the background */
     size_t numbers[];
 } Routine;
 
-#define ROUTINE_RECORD 0 /* stream, event */
-#define ROUTINE_WAIT 1   /* stream, event */
-#define ROUTINE_COPY 2   /* stream, event, kind, count; then targets, sources and sizes */
-#define OTHER_DEVICE -1  /* none of CUDA's codes */
+#define ROUTINE_RECORD 0     /* stream, event */
+#define ROUTINE_WAIT 1       /* stream, event */
+#define ROUTINE_COPY 2       /* stream, event, kind, count; then targets, sources and sizes */
+#define ROUTINE_BACKGROUND 3 /* what follows is left to the thread */
+#define OTHER_DEVICE -1      /* none of CUDA's codes */
+#define NO_THREAD 304        /* cudaErrorOperatingSystem */
+#define ANY_CAPTURE 2        /* cudaStreamCaptureModeRelaxed */
 
 /* Returns how many of `left` numbers the call at `at` has; 0 if it is none. */
 static size_t length_of(const size_t *at, size_t left)
@@ -183,7 +216,7 @@ static size_t length_of(const size_t *at, size_t left)
         return 3;
     if (left >= 5 && at[0] == ROUTINE_COPY && at[1] != 0 && at[4] > 0 && at[4] <= (left - 5) / 3)
         return 5 + 3 * at[4];
-    return 0;
+    return at[0] == ROUTINE_BACKGROUND;
 }
 
 /* Makes the call at `at`; `compute` takes the place of a stream that is 0. */
@@ -200,18 +233,81 @@ static int make_call(const Calls *calls, size_t *at, void *compute)
     }
 }
 
-/* Makes the calls up to the first that fails. Stream 0 is that of the current device, so no call is made on another. */
-static int make_calls(Routine *routine, void *compute)
+/* Makes the calls between two places up to the first that fails. */
+static int make_calls(const Calls *calls, size_t *at, size_t *end, void *compute)
 {
-    size_t *at = routine->numbers, *end = at + Py_SIZE(routine);
-    int code = 0, device;
-    if (compute == NULL) {
-        code = routine->calls->get_device(&device);
+    int code = 0;
+    for (; at < end && code == 0; at += length_of(at, (size_t)(end - at)))
+        code = make_call(calls, at, compute);
+    return code;
+}
+
+/* The work of the thread. CUDA binds a thread to a device, and by default lets it disturb the captures of others. */
+static int make_calls_in_background(void *entry)
+{
+    Routine *routine = entry;
+    Calls *calls = routine->calls;
+    int code = 0, mode = ANY_CAPTURE;
+    if (calls->device_of_thread != routine->device) {
+        code = calls->set_device(routine->device);
+        if (code == 0)
+            code = calls->exchange_capture_mode(&mode);
+        if (code == 0)
+            calls->device_of_thread = routine->device;
+    }
+    if (code != 0)
+        return code;
+    return make_calls(calls, routine->numbers + routine->num_own + 1, routine->numbers + Py_SIZE(routine), NULL);
+}
+
+static int is_routine(const void *entry, const void *key)
+{
+    return entry == key;
+}
+
+/* Whether a routine records an event in the background. */
+static int is_recording(const void *entry, const void *event)
+{
+    const Routine *routine = entry;
+    const size_t *at = routine->numbers + routine->num_own + 1, *end = routine->numbers + Py_SIZE(routine);
+    for (; at < end; at += length_of(at, (size_t)(end - at)))
+        if (at[0] != ROUTINE_WAIT && (const void *)at[2] == event)
+            return 1;
+    return 0;
+}
+
+/* Returns when a routine's own calls may be made: its last run is over, for it records the same events; those that
+ * compute waits for are recorded; and before a call on another stream, all that came before on it. */
+static void await_background(Routine *routine)
+{
+    queue_t *queue = &routine->calls->queue;
+    size_t *at = routine->numbers, *end = at + routine->num_own;
+    queue_await(queue, is_routine, routine);
+    for (; at < end; at += length_of(at, (size_t)(end - at)))
+        if (at[1] != 0)
+            queue_await(queue, NULL, NULL);
+        else if (at[0] == ROUTINE_WAIT)
+            queue_await(queue, is_recording, (void *)at[2]);
+}
+
+/* Makes a routine's own calls, and leaves the others to the thread. Stream 0 is that of the current device, so no call
+ * is made on another. */
+static int run(Routine *routine, void *compute)
+{
+    Calls *calls = routine->calls;
+    size_t *numbers = routine->numbers;
+    int code, device;
+    await_background(routine);
+    code = queue_take_code(&calls->queue);
+    if (code == 0 && compute == NULL) {
+        code = calls->get_device(&device);
         if (code == 0 && device != routine->device)
             code = OTHER_DEVICE;
     }
-    for (; at < end && code == 0; at += length_of(at, (size_t)(end - at)))
-        code = make_call(routine->calls, at, compute);
+    if (code == 0)
+        code = make_calls(calls, numbers, numbers + routine->num_own, compute);
+    if (code == 0 && routine->num_own < (size_t)Py_SIZE(routine) && !queue_give(&calls->queue, routine))
+        code = NO_THREAD;
     return code;
 }
 
@@ -223,7 +319,7 @@ static PyObject *routine_run(PyObject *self, PyObject *argument)
     if (compute == (size_t)-1 && PyErr_Occurred())
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    code = make_calls(routine, (void *)compute);
+    code = run(routine, (void *)compute);
     Py_END_ALLOW_THREADS
     if (code != 0)
         return PyObject_CallFunction(routine->otherwise, "Oi", self, code);
@@ -232,7 +328,13 @@ static PyObject *routine_run(PyObject *self, PyObject *argument)
 
 static void routine_dealloc(PyObject *self)
 {
-    Py_XDECREF(((Routine *)self)->calls);
+    queue_t *queue = &((Routine *)self)->calls->queue;
+    if (queue->pid == getpid()) { /* a forked child has no thread, and its lock may be held for ever */
+        Py_BEGIN_ALLOW_THREADS
+        queue_await(queue, is_routine, self);
+        Py_END_ALLOW_THREADS
+    }
+    Py_DECREF(((Routine *)self)->calls);
     Py_XDECREF(((Routine *)self)->otherwise);
     Py_TYPE(self)->tp_free(self);
 }
@@ -262,11 +364,17 @@ static int fill(Routine *routine, PyObject *list)
         if (at[i] == (size_t)-1 && PyErr_Occurred())
             return 0;
     }
-    for (; at < end; at += length)
-        if ((length = length_of(at, (size_t)(end - at))) == 0) {
+    routine->num_own = (size_t)Py_SIZE(routine);
+    for (; at < end; at += length) {
+        int is_behind = at > routine->numbers + routine->num_own;
+        length = length_of(at, (size_t)(end - at));
+        if (length == 0 || (is_behind && (length == 1 || at[1] == 0))) {
             PyErr_SetString(PyExc_ValueError, "routine() takes the numbers of whole calls");
             return 0;
         }
+        if (length == 1)
+            routine->num_own = (size_t)(at - routine->numbers);
+    }
     return 1;
 }
 
@@ -287,6 +395,15 @@ static PyObject *calls_routine(PyObject *self, PyObject *args)
     return (PyObject *)routine;
 }
 
+static PyObject *calls_settle(PyObject *self, PyObject *ignored)
+{
+    int code;
+    Py_BEGIN_ALLOW_THREADS
+    code = settle((Calls *)self);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(code);
+}
+
 static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
 {
     return PyLong_FromLong(((Calls *)self)->last_error());
@@ -294,24 +411,38 @@ static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
 
 static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"record", "wait", "query", "copy", "last_error", "get_device", "copy_batch", NULL};
-    unsigned long long record, wait, query, copy, last_error, get_device, copy_batch;
+    static char *names[] = {"record",     "wait",       "query",       "copy", "last_error",
+                            "get_device", "set_device", "exchange_capture_mode", "copy_batch", NULL};
+    unsigned long long found[9];
     Calls *calls = (Calls *)self;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKKKK", names, &record, &wait, &query, &copy, &last_error,
-                                     &get_device, &copy_batch))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKKKKKK", names, &found[0], &found[1], &found[2], &found[3],
+                                     &found[4], &found[5], &found[6], &found[7], &found[8]))
         return -1;
-    if (!record || !wait || !query || !copy || !last_error || !get_device) {
-        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of its first six functions, and 0 is none");
-        return -1;
-    }
-    calls->record = (record_t)(uintptr_t)record;
-    calls->wait = (wait_t)(uintptr_t)wait;
-    calls->query = (query_t)(uintptr_t)query;
-    calls->copy = (copy_t)(uintptr_t)copy;
-    calls->last_error = (last_error_t)(uintptr_t)last_error;
-    calls->get_device = (get_device_t)(uintptr_t)get_device;
-    calls->copy_batch = (copy_batch_t)(uintptr_t)copy_batch;
+    for (int i = 0; i < 8; i++)
+        if (found[i] == 0) {
+            PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of its first eight functions, and 0 is none");
+            return -1;
+        }
+    calls->record = (record_t)(uintptr_t)found[0];
+    calls->wait = (wait_t)(uintptr_t)found[1];
+    calls->query = (query_t)(uintptr_t)found[2];
+    calls->copy = (copy_t)(uintptr_t)found[3];
+    calls->last_error = (last_error_t)(uintptr_t)found[4];
+    calls->get_device = (get_device_t)(uintptr_t)found[5];
+    calls->set_device = (set_device_t)(uintptr_t)found[6];
+    calls->exchange_capture_mode = (capture_mode_t)(uintptr_t)found[7];
+    calls->copy_batch = (copy_batch_t)(uintptr_t)found[8];
+    calls->device_of_thread = -1;
+    queue_init(&calls->queue, make_calls_in_background);
     return 0;
+}
+
+static void calls_dealloc(PyObject *self)
+{
+    Py_BEGIN_ALLOW_THREADS
+    queue_stop(&((Calls *)self)->queue);
+    Py_END_ALLOW_THREADS
+    Py_TYPE(self)->tp_free(self);
 }
 
 static PyMethodDef calls_methods[] = {
@@ -326,6 +457,8 @@ static PyMethodDef calls_methods[] = {
     {"routine", calls_routine, METH_VARARGS,
      "Return calls in a row, which are made at once; takes their numbers, a device, and what is called with the routine "
      "and a code where not all were made."},
+    {"settle", calls_settle, METH_NOARGS,
+     "Return when all calls that routines have left to the thread are made, with the first error of theirs."},
     {"last_error", calls_last_error, METH_NOARGS, "cudaGetLastError()"},
     {NULL, NULL, 0, NULL},
 };
@@ -336,6 +469,7 @@ static PyTypeObject CallsType = {
     .tp_doc = "Functions of the CUDA runtime, by their addresses.",
     .tp_basicsize = sizeof(Calls),
     .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_dealloc = calls_dealloc,
     .tp_methods = calls_methods,
     .tp_init = calls_init,
     .tp_new = PyType_GenericNew,

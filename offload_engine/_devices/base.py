@@ -93,6 +93,12 @@ class Routine(Protocol):
     def copy_in(self, stream: Stream, copies: list[tuple[HostRegion, torch.Tensor]]) -> Event:
         """Add copies on `stream`; return the event after the last byte."""
 
+    def in_background(self) -> None:
+        """Let the calls that are added from now on be made in another thread; none may be on `COMPUTE`.
+
+        Later calls of the device and of other routines still come behind them, and the next one raises their error.
+        """
+
     def finish(self) -> Callable[[Stream], None]:
         """Return the function that makes the calls, with the stream that it is given for `COMPUTE`.
 
@@ -116,6 +122,9 @@ class DeviceGraphs(Protocol):
 
     def new_routine(self) -> Routine:
         """Make a routine without any calls."""
+
+    def settle(self) -> None:
+        """Return when the calls that routines make in the background are made; raise `CopyError` if one was refused."""
 
 
 class Device(Protocol):

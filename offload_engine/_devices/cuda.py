@@ -35,6 +35,11 @@ class CudaGraphs:
         self.is_capturing = torch_private.cuda_is_capturing
         self.record = runtime.record_graph
         self.new_routine = partial(CudaRoutine, runtime, device)
+        self._runtime = runtime
+
+    def settle(self) -> None:
+        """See `DeviceGraphs.settle`."""
+        self._runtime.check(self._runtime.calls.settle())
 
 
 class CudaDevice:

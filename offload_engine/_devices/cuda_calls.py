@@ -31,10 +31,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaMemcpyAsync": (HANDLE, HANDLE, ctypes.c_size_t, ctypes.c_int, HANDLE),
     "cudaGetLastError": (),
     "cudaGetDevice": (ctypes.POINTER(ctypes.c_int),),
+    "cudaSetDevice": (ctypes.c_int,),
+    "cudaThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
     "cudaRuntimeGetVersion": (ctypes.POINTER(ctypes.c_int),),
 }
 
-RECORD, WAIT, COPY = 0, 1, 2  # the codes of the calls of a routine
+RECORD, WAIT, COPY, BACKGROUND = 0, 1, 2, 3  # the codes of the calls of a routine
 OTHER_DEVICE = -1  # none of CUDA's codes
 
 
@@ -46,7 +48,12 @@ class Routine(Protocol):
 
 
 class Calls(Protocol):
-    """The calls that each group makes; handles and results are integers, and each returns CUDA's error code."""
+    """The calls that each group makes; handles and results are integers, and each returns CUDA's error code.
+
+    Calls of a routine may be made in the background, in the order of the runs. Each other call waits until they are
+    made, and returns the first error of theirs in place of its own (`query`: of none). A routine's own calls wait for
+    those that they need.
+    """
 
     def record(self, event: int, stream: int, /) -> int:
         """Call cudaEventRecord."""
@@ -75,8 +82,13 @@ class Calls(Protocol):
 
         Each is a code and its numbers: RECORD or WAIT, the stream (0: the argument of `Routine.run`) and the event; or
         COPY, the stream, the event after the copies, their kind and count, all targets, all sources and all sizes.
+        BACKGROUND, a code alone, leaves all calls behind it to a thread, if there is one; their streams are not 0. An
+        error of theirs is that of the next call.
         The copies are a batch if the runtime has that, also a single one, which takes the host less time so.
         """
+
+    def settle(self) -> int:
+        """Return when no call in the background is left to make."""
 
     def last_error(self) -> int:
         """Call cudaGetLastError."""
@@ -104,7 +116,10 @@ class CtypesRoutine:
 
 
 class CtypesCalls:
-    """Implements `Calls` through ctypes, for a package that is not compiled: each takes a microsecond more."""
+    """Implements `Calls` through ctypes, for a package that is not compiled: each takes a microsecond more.
+
+    It has no thread: one of Python's would hold up the others.
+    """
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -131,6 +146,9 @@ class CtypesCalls:
             calls.append(call)
         return CtypesRoutine(calls, partial(self._is_elsewhere, device), otherwise)
 
+    def settle(self) -> int:
+        return 0
+
     def _is_elsewhere(self, device: int) -> int:
         """Return OTHER_DEVICE if another device is current, else the code of the question."""
         current = ctypes.c_int()
@@ -139,6 +157,8 @@ class CtypesCalls:
 
     def _first_of(self, numbers: list[int]) -> tuple[Callable[[int], int], list[int]]:
         """Return the first call of a routine, and the numbers of the remaining calls."""
+        if numbers[0] == BACKGROUND:
+            numbers = numbers[1:]
         code, stream, event, *rest = numbers
         if code == RECORD:
             return (lambda compute: self.record(event, stream or compute)), rest
@@ -195,12 +215,12 @@ def make_calls(library: Any) -> Calls:
     except ImportError:  # installed as pure Python
         return CtypesCalls(library)
     functions = [library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery]
-    functions += [library.cudaMemcpyAsync, library.cudaGetLastError, library.cudaGetDevice]
+    functions += [library.cudaMemcpyAsync, library.cudaGetLastError, library.cudaGetDevice, library.cudaSetDevice]
+    functions.append(library.cudaThreadExchangeStreamCaptureMode)
     if has_batch_copy(library):
         functions.append(library.cudaMemcpyBatchAsync)
     addresses = [ctypes.cast(function, HANDLE).value or 0 for function in functions]
-    record, wait, query, copy, last_error, get_device, copy_batch = (*addresses, 0)[:7]
-    return NativeCalls(record, wait, query, copy, last_error, get_device, copy_batch)
+    return NativeCalls(*(*addresses, 0)[:9])
 
 
 def has_batch_copy(library: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from offload_engine._devices.cuda_calls import COPY, OTHER_DEVICE, RECORD, WAIT
+from offload_engine._devices.cuda_calls import BACKGROUND, COPY, OTHER_DEVICE, RECORD, WAIT
 from offload_engine._devices.cuda_runtime import (
     DEFAULT_STREAM,
     DEVICE_TO_HOST,
@@ -51,6 +51,10 @@ class CudaRoutine:
     def copy_in(self, stream: int, copies: list[tuple[HostRegion, torch.Tensor]]) -> CudaEvent:
         """As `Routine.copy_in`."""
         return self._copy(stream, HOST_TO_DEVICE, addresses_in(copies))
+
+    def in_background(self) -> None:
+        """See `Routine.in_background`."""
+        self._numbers.append(BACKGROUND)
 
     def finish(self) -> Callable[[int], None]:
         """As `Routine.finish`. Where all goes well, it is one call of C."""

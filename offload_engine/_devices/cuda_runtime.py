@@ -88,6 +88,7 @@ class CudaRuntime:
 
     def finish(self) -> None:
         """Block the host until the work of all new streams is over."""
+        self.check(self.calls.settle())
         for stream in self._streams:
             self.check(self._library.cudaStreamSynchronize(stream))
 
@@ -101,6 +102,7 @@ class CudaRuntime:
 
     def record_graph(self, is_recording: bool) -> None:
         """See `DeviceGraphs.record`."""
+        self.check(self.calls.settle())
         self._records_graph = is_recording
 
     def record(self, stream: int) -> CudaEvent:
@@ -197,6 +199,7 @@ class CudaRuntime:
         """Block the host until `event` has completed, without blocking other threads."""
         if self._records_graph:
             return
+        self.check(self.calls.settle())
         self.check(self._library.cudaEventSynchronize(event.handle))
 
     def device_address(self, address: int) -> int | None:

@@ -6,12 +6,15 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,11 +44,14 @@ FAKE = Path(__file__).parents[1] / "artifacts" / "fake_cuda.c"
 # As on a GPU: addresses beyond 2^47, a copy beyond 2^32, and 0 for the default stream.
 EVENT, STREAM, DEVICE, HOST, NBYTES = 0x7F00_1234_5678, 0x55AA_0000_1000, 0x7FFF_F000_0200, 0x7F12_0000_0000, 5 << 32
 LEADER, KIND = 0x55AA_0000_2000, 2
-RECORD, WAIT, QUERY, COPY, LAST_ERROR, BATCH, COPIED = 1, 2, 3, 4, 5, 6, 12
+RECORD, WAIT, QUERY, COPY, LAST_ERROR, BATCH, COPIED, SET_DEVICE, CAPTURE_MODE = 1, 2, 3, 4, 5, 6, 12, 13, 14
 # One attribute for all copies from the first on: sources are read in the order of the stream, beside kernels.
 ATTRIBUTES = 1 << 8 | 1, 0, 1
 NOT_READY = 600
-SYMBOLS = "EventRecord StreamWaitEvent EventQuery MemcpyAsync GetLastError GetDevice MemcpyBatchAsync".split()
+SYMBOLS = (
+    "EventRecord StreamWaitEvent EventQuery MemcpyAsync GetLastError GetDevice SetDevice "
+    "ThreadExchangeStreamCaptureMode MemcpyBatchAsync"
+).split()
 Noted = list[tuple[int, ...]]
 
 
@@ -115,7 +121,7 @@ def noted(runtime: ctypes.CDLL) -> Noted:
     """Return the calls since this was asked last, each with its arguments; copies of a batch come before it."""
     count = number(runtime, "num_noted")
     entries = ((ctypes.c_uint64 * 6) * 256).in_dll(runtime, "noted")
-    num_arguments = {RECORD: 2, WAIT: 3, QUERY: 1, LAST_ERROR: 0, COPIED: 3}
+    num_arguments = {RECORD: 2, WAIT: 3, QUERY: 1, LAST_ERROR: 0, COPIED: 3, SET_DEVICE: 1, CAPTURE_MODE: 1}
     found = [tuple(entry)[: 1 + num_arguments.get(entry[0], 5)] for entry in entries[: count.value]]
     count.value = 0
     return found
@@ -184,9 +190,11 @@ def test_what_is_no_routine_and_no_argument_is_refused(extension: Any, runtime: 
     functions = (ctypes.cast(getattr(runtime, f"cuda{symbol}"), ctypes.c_void_p).value for symbol in SYMBOLS)
     native, copy = extension.Calls(*functions), [cuda_calls.COPY, STREAM, EVENT, KIND]
     for wrong in (
-        *([cuda_calls.RECORD, STREAM], [3, STREAM, EVENT], [cuda_calls.WAIT, STREAM, EVENT, 0]),
+        *([cuda_calls.RECORD, STREAM], [4, STREAM, EVENT], [cuda_calls.WAIT, STREAM, EVENT, 0]),
         *(copy, [*copy, 0], [*copy, 2, HOST, DEVICE, 1], [*copy, 1 << 63, HOST, DEVICE, 1]),
         [cuda_calls.COPY, 0, EVENT, KIND, 1, HOST, DEVICE, 1],  # copies are never on the compute stream
+        [cuda_calls.BACKGROUND, cuda_calls.WAIT, 0, EVENT],  # whose order is that of the host's calls
+        [cuda_calls.BACKGROUND, cuda_calls.BACKGROUND],
     ):
         with pytest.raises(ValueError, match="whole calls"):
             native.routine(wrong, 0, refuse)
@@ -203,8 +211,8 @@ def test_what_is_no_routine_and_no_argument_is_refused(extension: Any, runtime: 
     for call, *arguments in wrong_calls:
         with pytest.raises(TypeError):
             call(*arguments)
-    with pytest.raises(ValueError, match="six functions"):
-        extension.Calls(1, 2, 3, 4, 5, 0, 7)
+    with pytest.raises(ValueError, match="eight functions"):
+        extension.Calls(1, 2, 3, 4, 5, 6, 7, 0, 9)
     noted(runtime)
     routine = native.routine([cuda_calls.RECORD, STREAM, EVENT], 0, refuse)
     del native
@@ -335,6 +343,154 @@ def test_a_routine_on_the_default_stream_is_on_that_of_its_device(routine: CudaR
     entered.assert_called_once_with(torch.device("cuda", 0))
     records = [(RECORD, event.handle, stream) for stream in (0, LEADER, 0)]
     assert noted(runtime) == [*records, (LAST_ERROR,)]
+
+
+# -- calls in the background ------------------------------------------------------------------------------------------
+
+
+class Background:
+    """Makes routines of the extension module whose copy, in the background, takes until `held` is 0."""
+
+    def __init__(self, runtime: ctypes.CDLL, extension: Any) -> None:
+        functions = (ctypes.cast(getattr(runtime, f"cuda{symbol}"), ctypes.c_void_p).value for symbol in SYMBOLS)
+        self.calls: Any = extension.Calls(*functions)
+        self.codes: list[int] = []
+        self.kept: list[cuda_calls.Routine] = []  # a routine waits for its calls when it is dropped
+
+    def routine(self, event: int, *own: int) -> cuda_calls.Routine:
+        """Return one that makes its `own` calls, then leaves a copy to the thread, and the record of `event`."""
+        numbers = [*own, cuda_calls.BACKGROUND, cuda_calls.COPY, STREAM, event, KIND, 1, HOST, DEVICE, NBYTES]
+        note = self.codes.append  # without a reference to this, which keeps routines
+        made: cuda_calls.Routine = self.calls.routine(numbers, 3, lambda routine, code: note(code))
+        return made
+
+    def run(self, event: int, *own: int) -> None:
+        self.kept.append(self.routine(event, *own))
+        self.kept[-1].run(LEADER)
+
+
+OTHER = EVENT + 16
+TASKS = Path("/proc/self/task")
+COPY_IN_BACKGROUND = [(COPIED, HOST, DEVICE, NBYTES), (BATCH, 1, STREAM, *ATTRIBUTES)]
+
+
+@pytest.fixture
+def background(runtime: ctypes.CDLL, extension: Any) -> Background:
+    """Return one whose thread runs."""
+    made = Background(runtime, extension)
+    noted(runtime)
+    made.run(EVENT)
+    assert made.calls.settle() == 0
+    started = [(SET_DEVICE, 3), (CAPTURE_MODE, 2)]  # it must not disturb the captures of others
+    assert noted(runtime) == [*started, *COPY_IN_BACKGROUND, (RECORD, EVENT, STREAM)]
+    return made
+
+
+def ends_while_held(call: Callable[[], object], runtime: ctypes.CDLL) -> bool:
+    """Return whether a call ends before the copies in the background do."""
+    thread = threading.Thread(target=call, daemon=True)
+    with having(runtime, "held", 1):
+        thread.start()
+        thread.join(0.1)
+        has_ended = not thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
+    return has_ended
+
+
+def test_copies_in_the_background_come_in_order_and_hold_nothing_up(
+    background: Background, runtime: ctypes.CDLL
+) -> None:
+    routines = [background.routine(event, cuda_calls.RECORD, 0, event + 1) for event in (EVENT, OTHER)]
+
+    def run_and_wait_for_a_record() -> None:
+        for routine in routines:
+            routine.run(LEADER)
+        background.calls.routine([cuda_calls.WAIT, 0, EVENT + 1], 3, refuse).run(LEADER)
+
+    assert ends_while_held(run_and_wait_for_a_record, runtime) and background.calls.settle() == 0
+    found = noted(runtime)
+    assert [call for call in found if LEADER in call] == [
+        *((RECORD, event + 1, LEADER) for event in (EVENT, OTHER)),
+        (WAIT, LEADER, EVENT + 1, 0),
+    ]
+    behind = [[*COPY_IN_BACKGROUND, (RECORD, event, STREAM)] for event in (EVENT, OTHER)]
+    assert [call for call in found if LEADER not in call] == [*behind[0], *behind[1]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda each: each.calls.record(OTHER, LEADER),
+        lambda each: each.calls.wait(LEADER, OTHER),
+        lambda each: each.calls.wait_stream(LEADER, OTHER, STREAM),
+        lambda each: each.calls.query(OTHER),
+        lambda each: each.calls.copy_all(STREAM, OTHER, KIND, [HOST, DEVICE, 1]),
+        lambda each: each.calls.settle(),
+        lambda each: each.kept[-1].run(LEADER),
+        lambda each: each.run(OTHER, cuda_calls.WAIT, 0, EVENT),
+        lambda each: each.run(OTHER, cuda_calls.RECORD, STREAM, OTHER + 1),
+        lambda each: [each.run(event) for event in range(64)],
+    ],
+    ids="record wait wait_stream query copy_all settle again event stream full".split(),
+)
+def test_what_must_come_behind_them_waits(call: Any, background: Background, runtime: ctypes.CDLL) -> None:
+    """Otherwise the calls on a copy stream would change places, and compute would miss an event."""
+
+    def run() -> None:
+        background.run(EVENT)
+        call(background)
+
+    assert not ends_while_held(run, runtime)
+
+
+def test_a_routine_in_the_background_is_kept_until_its_calls_are_made(
+    background: Background, runtime: ctypes.CDLL
+) -> None:
+    assert not ends_while_held(lambda: background.routine(EVENT).run(LEADER), runtime)
+
+
+def test_an_error_in_the_background_is_that_of_the_next_call(background: Background, runtime: ctypes.CDLL) -> None:
+    def fail() -> None:
+        with having(runtime, "result", 700):
+            background.run(EVENT)
+            background.calls.query(OTHER)  # waits for the calls, and leaves their error
+        noted(runtime)
+
+    for ask in (background.calls.settle, lambda: background.calls.record(OTHER, STREAM)):
+        fail()
+        assert (ask(), noted(runtime), ask()) == (700, [], 0)
+    fail()
+    for _ in range(2):
+        background.run(OTHER, cuda_calls.RECORD, 0, OTHER + 1)
+    background.calls.settle()
+    assert background.codes == [700]
+    assert noted(runtime) == [(RECORD, OTHER + 1, LEADER), *COPY_IN_BACKGROUND, (RECORD, OTHER, STREAM)]
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="looks at the threads of this process in /proc: run it on Linux")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of a fork beside threads
+def test_the_thread_takes_no_signals_and_ends_with_the_calls(
+    runtime: ctypes.CDLL, extension: Any, background: Background
+) -> None:
+    before = {task.name for task in TASKS.iterdir()}
+    another = Background(runtime, extension)
+    another.run(EVENT)
+    another.calls.settle()
+    [task] = {task.name for task in TASKS.iterdir()} - before
+    blocked = re.search(r"SigBlk:\s*(\w+)", (TASKS / task / "status").read_text())
+    assert int(present(blocked)[1], 16) >> signal.SIGINT - 1 & 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with having(runtime, "held", 1):
+        another.run(EVENT)
+        pid = os.fork()
+        if pid == 0:  # without the thread
+            signal.alarm(10)
+            del another
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    del another
+    assert {task.name for task in TASKS.iterdir()} == before
 
 
 def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:

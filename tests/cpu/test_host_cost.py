@@ -92,6 +92,7 @@ def test_calls_of_a_captured_replay() -> None:
         del calls["Replays._begin"]  # once a pass
         assert 0 < calls.total() <= MAX_CALLS_OF_REPLAY * layers.num_graphs, calls.most_common()
         # The stream once, and what is before a replay and after it: nothing is asked or waited for between passes.
+        assert device_calls.pop("GraphDevice.settle") == 1  # once a pass
         assert set(device_calls) == {"AdversarialDevice.current_stream", "GraphRoutine.run"}, device_calls
         assert device_calls.total() <= 3 * layers.num_graphs
     layers.release()
