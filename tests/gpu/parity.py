@@ -64,9 +64,15 @@ def run_twice(run: Callable[[], T], are_equal: Callable[[T, T], bool]) -> T:
 
 
 def check_bits(expected: Bits, got: Bits) -> None:
-    """Fail with the names of what differs in each step."""
+    """Fail with what differs in each step: how much of how much, the losses, and the first and last names."""
     wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(expected, got, strict=True)]
-    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+    said = [
+        f"step {step}: {len(names)} of {len(expected[step])}, losses {'differ' if 'losses' in names else 'equal'}, "
+        f"{', '.join(names[:4])} to {', '.join(names[-4:])}"
+        for step, names in enumerate(wrong)
+        if names
+    ]
+    assert not said, "steps differ from those without offload:\n" + "\n".join(said)
 
 
 def check_moved(stats: IterationStats | None) -> IterationStats:
