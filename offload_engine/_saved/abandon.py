@@ -58,6 +58,7 @@ def _abandon_one(saved: SavedStorage, counters: ByteCounters, context: TransferC
     # Breaks the reference cycle of storage and groups, which would keep the events of its copies alive.
     for group in (saved.group, *saved.sharers):
         group.storages.pop(saved, None)
+    saved.unpin_address()
 
 
 def _refill(saved: SavedStorage, context: TransferContext) -> torch.Tensor | None:

@@ -240,6 +240,8 @@ class StorageMover:
             group.storages.pop(saved, None)
         if saved.has_address:
             self._forget_address(saved)
+        if saved.pin is not None:
+            saved.unpin_address()
         if saved in self.live:
             del self.live[saved]
 

@@ -136,7 +136,7 @@ class SavedStorage:
         "emptied",
         "alloc_stream",
         "last_read",
-        "_pin",
+        "pin",
     )
 
     def __init__(self, tensor: torch.Tensor, found: Reads, group: TensorGroup, stream: Stream) -> None:
@@ -172,7 +172,7 @@ class SavedStorage:
         self.emptied: torch.UntypedStorage | None = None  # their storage, resized to zero while its bytes are on host
         self.alloc_stream: Stream = None  # another stream, whose pool may own the bytes
         self.last_read: Event | None = None  # by outside references, if `stream` or `alloc_stream` may lag behind it
-        self._pin: _AddressPin | None = None
+        self.pin: Any = None  # torch's weak reference to the storage at `key`
 
     def pin_address(self) -> bool:
         """Prevent reuse of the address `key` after the buffer is released, without keeping the bytes alive.
@@ -183,8 +183,18 @@ class SavedStorage:
         assert self.storage is not None
         if self._num_tensors() == 1 + self.num_aliases():
             return False
-        self._pin = _AddressPin(self.storage)
+        if self.pin is None:
+            self.pin = self.storage._weak_ref()
         return True
+
+    def unpin_address(self) -> None:
+        """Undo `pin_address`. Idempotent.
+
+        No destructor does it: Python would ignore an interrupt there, and no handle would be left to be missed.
+        """
+        pin, self.pin = self.pin, None  # before it is freed: twice would free the pin of another storage
+        if pin is not None:
+            _free_weak_ref(pin)
 
     def watch(self, tensor: torch.Tensor, handle: int) -> None:
         """Watch the version counter of a tensor saved by a later handle, while `buffer` has its bytes."""
@@ -277,19 +287,6 @@ class SavedStorage:
 
     def __repr__(self) -> str:
         return f"<SavedStorage {self.nbytes:,} bytes {self.residency.value} of {self.group}>"
-
-
-class _AddressPin:
-    """Keeps an address reserved, like torch's `StorageWeakRef`, but three times as fast when compiled."""
-
-    __slots__ = ("_weak", "_free")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._weak: Any = storage._weak_ref()
-        self._free = _free_weak_ref  # an attribute, because at interpreter exit globals are cleared first
-
-    def __del__(self) -> None:
-        self._free(self._weak)
 
 
 class TensorGroup:

@@ -102,6 +102,7 @@ class ActivationStore:
         """
         self.failures.tear()  # until the store is replaced: also if this is interrupted
         with self._lock:
+            self._by_key.clear()  # before the addresses may be used again
             abandon(list(self.live), self.counters, self.context)
             self.live.clear()
 

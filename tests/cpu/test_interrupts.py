@@ -37,6 +37,7 @@ from offload_engine._saved import store
 from offload_engine.frontends._common.session import Session
 from tests.adversarial import AdversarialDevice
 from tests.engine_state import is_free
+from tests.interrupts.inject import PACKAGE
 from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Model
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
@@ -143,6 +144,24 @@ def test_an_interrupt_in_a_destructor_ends_the_step(engine: OffloadEngine, numbe
     engine.begin_iteration()  # resets
     assert not engine.has_saved
     engine.end_iteration()
+
+
+@needs_source
+def test_only_handles_have_destructors_that_a_step_runs(engine: OffloadEngine) -> None:
+    """In any other an interrupt would be lost: the engine misses handles alone."""
+    found: set[str] = set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "__del__" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.add(frame.f_code.co_qualname)
+
+    step(engine)
+    sys.setprofile(profile)
+    try:
+        step(engine)
+    finally:
+        sys.setprofile(None)
+    assert found == {"PackedTensor.__del__"}
 
 
 def test_after_a_torn_operation_new_books_begin(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,27 @@ def test_after_a_failed_copy_the_next_forward_starts_anew(
     assert not session.engine.is_in_iteration and not session.engine.failures.has_failed
 
 
+def test_a_failed_copy_of_a_kept_graph_is_no_error_of_the_next_forward(
+    device: AdversarialDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which ends the iteration, and only then learns of it."""
+    model = make_model(tanh)
+    engine = OffloadEngine(ALL.replace(policy=FixedBounds(max_inflight_bytes=1 << 20)), device)
+    activations = manage_activations(engine=engine, group_bytes=1)
+    device.fail_next_copy("out")
+    with activations:
+        kept = loss_of(model)
+    with activations:
+        loss_of(model).backward()
+    assert bool(engine.is_in_iteration) and not engine.failures.has_failed
+    with caplog.at_level(logging.WARNING), activations:
+        loss = loss_of(model)
+    assert "no longer needed failed" in caplog.text and kept.requires_grad
+    loss.backward()
+    assert not engine.failures.has_failed
+    activations.close()
+
+
 @pytest.mark.parametrize("last", ["weight", "storage of the group", "view of it"])
 def test_full_group_stays_open_for_tensors_of_its_storages(
     session: Session, groups: AutomaticGroups, last: str

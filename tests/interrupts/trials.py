@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import faulthandler
 import gc
 import inspect
@@ -33,7 +34,7 @@ PLACES = ("timer", "timer", "timer", "byte code", "byte code", "destructor", "cl
 
 HOOKS_LEFT = "torch's hooks are left"
 """On autograd's stack: the interrupt came between the push of hooks by torch's checkpoint and the `with` that would pop
-them. Nothing else was left, and the next step was right."""
+them. Nothing was left but these and what they had packed, and the next step was right."""
 EXPECTED = ("raised", "raised by the next step", "came too late", "dropped", HOOKS_LEFT)
 
 
@@ -70,6 +71,7 @@ class Trials:
         self._jobs: dict[tuple[str, str], Job] = {}
         self._expected: dict[str, list[torch.Tensor]] = {}
         self._sizes: dict[tuple[str, str, str], float] = {}
+        self._context = contextvars.copy_context()  # an interrupt may leave a checkpoint in force in it
         self.swallowed: list[_Swallowed] = []
 
     def run(self, seed: int) -> Trial:
@@ -79,7 +81,7 @@ class Trials:
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
         try:
             with _noting_what_destructors_raise(self.swallowed):
-                outcome = self._check(front_end, device, place, rng)
+                outcome = self._context.run(self._check, front_end, device, place, rng)
         except _HooksLeft:
             outcome = HOOKS_LEFT
         except Exception as error:
@@ -107,21 +109,31 @@ class Trials:
         return "raised by the next step" if has_come_later else _outcome(has_come, injector, where)
 
     def _steps_are_right(self, job: Job, front_end: str, expects_interrupt: bool) -> bool:
-        """Check the next step; return whether it raised the interrupt of the last one."""
+        """Check the next step; return whether it raised the interrupt of the last one.
+
+        Raises:
+            _HooksLeft: if hooks of torch were left, which would hold what they have packed; they are popped first.
+        """
+        are_hooks_left = _pop_hooks_of_torch()
         try:
             got, has_come = job.step(), False
         except KeyboardInterrupt:
             assert expects_interrupt, "the next step was interrupted once more"
             job.recover()
+            are_hooks_left |= _pop_hooks_of_torch()
             got, has_come = job.step(), True
         expected = self._expected[front_end]
         assert len(got) == len(expected) and all(map(torch.equal, got, expected)), "the next step differs"
         del got
+        are_hooks_left |= _pop_hooks_of_torch()
+        _check_hooks()
         try:
             _check_nothing_left(job)
         except AssertionError:  # perhaps in a cycle with the exception: the collector is slow, so not each time
             gc.collect()
             _check_nothing_left(job)
+        if are_hooks_left:
+            raise _HooksLeft
         return has_come
 
     def interrupt(self, front_end: str, number: int, function: str) -> bool:
@@ -185,17 +197,24 @@ def _check_nothing_left(job: Job) -> None:
     _check_locks(engine)
     if isinstance(engine.device, AdversarialDevice):
         assert not engine.device.hazards, engine.device.hazards[:3]
-    _check_hooks()
+
+
+def _pop_hooks_of_torch() -> bool:
+    """Pop the innermost hooks while they are torch's: the engine pops its own only. Return whether there were any."""
+    were_any = False
+    while (top := torch_private.innermost_hooks(True)) is not None:
+        if inspect.unwrap(top[1]).__module__.startswith("offload_engine"):
+            break
+        torch_private.pop_hooks()
+        were_any = True
+    return were_any
 
 
 def _check_hooks() -> None:
-    left = []
-    while (top := torch_private.innermost_hooks(True)) is not None:
-        left.append(inspect.unwrap(top[1]).__module__)
+    is_left = torch_private.innermost_hooks(True) is not None
+    while torch_private.innermost_hooks(True) is not None:
         torch_private.pop_hooks()  # or they would be those of the next trial as well
-    if left:
-        assert not left[0].startswith("offload_engine"), "hooks are left"
-        raise _HooksLeft  # and, below torch's, perhaps the engine's, which takes nothing off that is not its own
+    assert not is_left, "hooks are left"
 
 
 def _check_closed(job: Job) -> None:
