@@ -244,6 +244,77 @@ def test_recording_ends_with_the_measured_step_whatever_becomes_of_it(monkeypatc
     assert again.account.num_recording == 0
 
 
+# -- single storages --------------------------------------------------------------------------------------------------
+
+
+def told(story: str, num_groups: int = 1) -> tuple[RecordedStep, PlannedJob]:
+    """Return a step of one chunk, of `num_groups` groups in the first of four layers, from words.
+
+    `+x64` allocates 64 MiB, `-x` frees them, `x/retired` retires them, `x>0` has group 0 save them, `y=x` says that y
+    is the buffer of the copy-in of x, `F0.0:0` is a boundary, and ";" ends its moves.
+    """
+    events, time, at = list[Event](), 0, dict[str, Event]()
+    boundaries, storages = list[NotedMoves](), dict[str, NotedStorage]()
+    for word in story.split():
+        name = word.strip("+-0123456789>=/;").partition("=")[0].partition("/")[0].partition(">")[0]
+        if word[0] == "+":
+            at[name] = Event(ALLOCATED, 1 + len(events), int(word[1:].removeprefix(name)) * MIB, 0)
+            events.append(at[name])
+            time += 1
+        elif word[0] == "-":
+            events += [at[name]._replace(kind=FREE_ASKED), at[name]._replace(kind=FREED)]
+            time += 1
+        elif word == ";":
+            boundaries[-1] = boundaries[-1]._replace(ends=time)
+        elif ">" in word:
+            group = parse_group(f"0.0:{word[-1]}")
+            storages.setdefault(name, NotedStorage([], (at[name].at, time))).savers.append(group)
+        elif "=" in word:
+            storages[word.partition("=")[2]].returned = at[name].at, time
+        elif "/retired" in word:
+            storages[name].retired = time
+        else:
+            boundaries.append(NotedMoves(parse_boundary(word), time, time))
+    sizes = [0] * num_groups
+    for name, storage in storages.items():
+        sizes[storage.savers[0].index] += at[name].nbytes
+    groups = tuple(GroupShape(f"g{index}", 0, nbytes) for index, nbytes in enumerate(sizes))
+    job = PlannedJob(tuple(one_forward_one_backward(1, 0, 1)), (ChunkShape(groups, num_layers=4),))
+    return recorded_step(AllocationLog(tuple(events), ()), boundaries, storages.values()), job
+
+
+def peak_mib(step: RecordedStep, job: PlannedJob, decision: Decision, *options: RecomputeOption) -> float:
+    found = replayed(step, job, decision, options)
+    assert found is not None
+    return found.peak_bytes / MIB
+
+
+def test_a_group_that_stays_is_held_until_it_retires() -> None:
+    """In the recorded step the backward has dropped its copy before that."""
+    story = "F0.0 ; +x64 x>0 F0.0:0 ; F0.0:end -x ; B0.0 ; B0.0:0 +y64 y=x ; -y +t32 x/retired -t end ;"
+    step, job = told(story)
+    assert peak_mib(step, job, Decision(Choices(kept=frozenset({Slot(0, 0, "g0", 0)})))) == 96
+    assert peak_mib(step, job, Decision(Choices(), 1)) == 64
+
+
+@pytest.mark.parametrize(("story", "expected"), [("F0.0:end -x ; +t32 -t", 64), ("F0.0:end ; +t32 -x -t", 96)])
+def test_a_group_that_leaves_is_freed_only_when_its_other_holders_have_dropped_it(story: str, expected: int) -> None:
+    step, job = told(f"F0.0 ; +x64 x>0 F0.0:0 ; {story} B0.0 ; B0.0:0 +y64 y=x ; -y end ;")
+    assert peak_mib(step, job, Decision(Choices(), 1)) == expected
+
+
+def test_what_is_recomputed_is_freed_when_its_last_reader_has_run_and_comes_back_before_its_backward() -> None:
+    forward = "F0.0 ; +i8 i>0 +x64 x>0 F0.0:0 ; +y32 y>1 x>1 F0.0:1 ; +t100 -t F0.0:end -i -x -y ;"
+    backward = "B0.0 ; B0.0:1 +a8 +b64 +c32 a=i b=x c=y ; +g16 -c B0.0:0 ; +h8 -b -h -a -g end ;"
+    step, job = told(f"{forward} {backward}", 2)
+    slots = frozenset({Slot(0, 0, "g0", 0), Slot(0, 0, "g1", 0)})
+    option = RecomputeOption("both", slots, 96 * MIB, 1.0)
+    decision = Decision(Choices(recomputed=slots))
+    assert peak_mib(step, job, decision, option) == 8 + 64 + 32 + 16
+    longer, _ = told(f"{forward.replace('t100', 't120')} {backward}", 2)
+    assert peak_mib(longer, job, decision, option) == 8 + 120
+
+
 # -- steps of an H200 -------------------------------------------------------------------------------------------------
 
 
