@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_engine import GroupTraits, OffloadConfig, OffloadEngine, group_commit, group_start
+from offload_engine._budget.allocations import AllocationNotes
 from offload_engine._budget.known import Known
 from offload_engine._budget.state import State
 from offload_engine._compat import torch_private
 from offload_engine._devices.cuda_trace import log_of, start_recording, stop_recording
+from offload_engine._saved.storage import COPYING_IN, COPYING_OUT, RETIRED
 from offload_engine.planning.allocations import (
     ALLOCATED,
     FREE_ASKED,
@@ -33,15 +35,16 @@ from offload_engine.planning.allocations import (
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job as PlannedJob
 from offload_engine.planning.memory import MemoryModel
-from offload_engine.planning.moves import parse_boundary, parse_group
+from offload_engine.planning.moves import GroupKey, parse_boundary, parse_group
 from offload_engine.planning.predict import Costs
 from offload_engine.planning.recompute import RecomputeOption
+from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.replay import replayed
 from offload_engine.planning.segments import Block, Segment
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
 from offload_engine.planning.steps import Decision
 from offload_engine.rehearsal.allocated import AllocatedBytes
-from offload_engine.schedule import one_forward_one_backward
+from offload_engine.schedule import ChunkKey, one_forward_one_backward
 from tests.engine_on_clocks import ClockDevice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,6 +247,32 @@ def test_recording_ends_with_the_measured_step_whatever_becomes_of_it(monkeypatc
     assert again.account.num_recording == 0
 
 
+def test_it_is_noted_when_a_storage_is_saved_copied_in_and_retired(monkeypatch: pytest.MonkeyPatch) -> None:
+    account, found = Account(), list[NotedStorage]()
+    for name, noted in (
+        ("address_of", lambda _: 512),
+        ("recorded_step", lambda log, boundaries, all: found.extend(all)),
+    ):
+        monkeypatch.setattr(f"offload_engine._budget.allocations.{name}", noted)
+    account._num_events = 5
+    notes = AllocationNotes(Gauge(account))
+    groups: Any = [
+        type("Group", (), {"chunk": ChunkKey(0, 0), "index": index, "is_ungrouped": index > 1})() for index in range(3)
+    ]
+    buffer = torch.ones(1)
+    storage: Any = type("Storage", (), {"buffer": buffer})()
+    for event, note in enumerate(
+        [
+            *(partial(notes.note_saved, buffer, group, storage) for group in groups),
+            *(partial(notes.note_residency, storage, to) for to in (COPYING_OUT, COPYING_IN, RETIRED, RETIRED)),
+        ]
+    ):
+        account._num_events = 5 + event
+        note()
+    notes.finish()
+    assert found == [NotedStorage([GroupKey(ChunkKey(0, 0), 0), GroupKey(ChunkKey(0, 0), 1)], (512, 0), (512, 4), 5)]
+
+
 # -- single storages --------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +400,19 @@ def test_a_step_without_a_decision_reserves_what_it_did() -> None:
     step, job, options, _ = of_h200()
     found = replayed(step, job, Decision(), options)
     assert found is not None and found.reserved_bytes == 18_102 * MIB
+
+
+def test_the_groups_of_a_recomputed_module_are_one() -> None:
+    """It commits when the module has run, and its backward begins with that of the last of them.
+
+    Here the last three of six in each layer.
+    """
+    _, job, options, decisions = of_h200()
+    reduced = ReducedJob(job, decision_of(decisions[1]), options)
+    texts = {text: str(reduced.boundary(parse_boundary(text))) for text in ("F0.0:3", "F0.0:4", "B0.0:3", "B0.0:2")}
+    assert texts == {"F0.0:3": "F0.0:5", "F0.0:4": "F0.0:6", "B0.0:3": "B0.0:5", "B0.0:2": "B0.0:2"}
+    assert str(reduced.boundary(parse_boundary("F0.0:held4"))) == "F0.0:held6"
+    assert str(reduced.boundary(parse_boundary("B0.0:3/end"))) == "B0.0:3/end"
 
 
 def test_a_replay_is_refused_where_the_input_of_a_recomputation_is_not_found() -> None:
