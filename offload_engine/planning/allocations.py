@@ -64,12 +64,12 @@ class NotedStorage:
 
     savers: list[GroupKey]
     """The groups that saved it; it moves with the first."""
-    saved: tuple[int, int]
-    """Address and time."""
+    saved: tuple[int, int] = (0, 0)
+    """Address, and a time at which it was there."""
     returned: tuple[int, int] | None = None
-    """Address and time, if it was copied in."""
+    """Address, and a time at which it was there, if it was copied in."""
     retired: int | None = None
-    """Time, if its last handle has been dropped."""
+    """The last time that is known before it, if its last handle has been dropped."""
 
 
 class NotedMoves(NamedTuple):

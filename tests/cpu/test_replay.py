@@ -261,16 +261,22 @@ def test_it_is_noted_when_a_storage_is_saved_copied_in_and_retired(monkeypatch: 
     ]
     buffer = torch.ones(1)
     storage: Any = type("Storage", (), {"buffer": buffer})()
+    boundary = parse_boundary("F0.0")
     for event, note in enumerate(
         [
             *(partial(notes.note_saved, buffer, group, storage) for group in groups),
-            *(partial(notes.note_residency, storage, to) for to in (COPYING_OUT, COPYING_IN, RETIRED, RETIRED)),
+            partial(notes.note_residency, storage, COPYING_OUT),
+            partial(notes.note_boundary, boundary),
+            partial(notes.note_residency, storage, COPYING_IN),
+            notes.note_moved,
+            *(partial(notes.note_residency, storage, RETIRED) for _ in range(2)),
+            partial(notes.note_boundary, boundary),
         ]
     ):
         account._num_events = 5 + event
         note()
     notes.finish()
-    assert found == [NotedStorage([GroupKey(ChunkKey(0, 0), 0), GroupKey(ChunkKey(0, 0), 1)], (512, 0), (512, 4), 5)]
+    assert found == [NotedStorage([GroupKey(ChunkKey(0, 0), 0), GroupKey(ChunkKey(0, 0), 1)], (512, 4), (512, 6), 6)]
 
 
 # -- single storages --------------------------------------------------------------------------------------------------
