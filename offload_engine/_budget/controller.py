@@ -95,6 +95,7 @@ class BudgetController(BudgetView):
         is_watched = self.state is not State.HOLD or self._num_steps % _WINDOW_STEPS == 0
         self.is_idle = not is_watched and self._idleness.allows(self.decider.chosen, self.decider.budget_bytes)
         self._num_steps += 1
+        self._forget_recorder()
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
         self._last.begin(self.state is not State.HOLD)
         return self._recorder
@@ -134,11 +135,18 @@ class BudgetController(BudgetView):
 
     def abandon(self) -> None:
         """Forget the running iteration, which has raised. Idempotent."""
-        self._last.has_ended, self._recorder = False, None
+        self._last.has_ended = False
+        self._forget_recorder()
 
     def close(self) -> None:
-        """Stop watching optimizers. Idempotent."""
+        """Stop watching optimizers and allocations. Idempotent."""
         self._floor.optimizers.close()
+        self._forget_recorder()
+
+    def _forget_recorder(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.allocations()  # or the allocator would record for ever
 
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended on each rank that now agrees with this one."""

@@ -181,13 +181,13 @@ class Decider:
         if shapes is None or cannot:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
-        job, model, wasted = learned(job, recorder, gauge, self.agree, self._is_early_certain)
+        job, model, wasted, recorded = learned(job, recorder, gauge, self.agree, self._is_early_certain)
         link = _measured_link(self._context, job.shapes, meet, self.start_together)
         link = agreed_link(self.agree, link)
         options = agreed_options(self.agree, self.find_options(job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
         costs = Costs(link, options=options, floor_ms=floor_ms)
-        self.know(Known(job, model, costs, varied_share), round(_WASTED_SHARE * wasted))
+        self.know(Known(job, model, costs, varied_share, recorded), round(_WASTED_SHARE * wasted))
         return True
 
     def know(self, known: Known, guard_bytes: int) -> None:
@@ -278,8 +278,10 @@ class Decider:
     def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
         known, guard = self.known, self.guard_bytes + self._left_bytes
         assert known is not None
+        # Later, ranks may decide at different times, and must not wait for each other.
+        agree = self.agree if self.is_alone or self.chosen is None else None
         try:
-            return known.choose(actions, self.budget_bytes, guard_bytes=guard, recomputed=recomputed)
+            return known.choose(actions, self.budget_bytes, guard_bytes=guard, recomputed=recomputed, agree=agree)
         except BudgetError as error:
             if self.chosen is None and self._taken is None:
                 raise

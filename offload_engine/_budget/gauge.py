@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from offload_engine._saved.counters import ByteCounters
+from offload_engine.planning.allocations import AllocationLog
 
 
 class ResidentGauge:
@@ -48,3 +49,15 @@ class ResidentGauge:
 
     def trim(self) -> None:
         """See `MemoryGauge`."""
+
+    def record(self) -> bool:
+        """See `MemoryGauge`."""
+        return False
+
+    def count(self) -> int:
+        """See `MemoryGauge`."""
+        return 0
+
+    def recorded(self) -> AllocationLog | None:
+        """See `MemoryGauge`."""
+        return None

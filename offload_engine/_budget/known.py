@@ -4,14 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
+from offload_engine._budget.agreement import Agree
+from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Slot
 from offload_engine.planning.choose import Chosen, choose, refitted, remeasured
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.predict import Costs, Predictor, floor_ms_of, refitted_floor_ms
+from offload_engine.planning.predict import Costs, Prediction, Predictor, floor_ms_of, refitted_floor_ms
 from offload_engine.planning.recompute import options_of, with_recomputation
+from offload_engine.planning.replay import replayed
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
+
+_MOST_EVENTS: Final = 60_000
+"""Of all replays: these take about half a second."""
+_PEAK_TOLERANCE: Final = 1 / 64
 
 
 class Known:
@@ -22,6 +30,7 @@ class Known:
         model: model of its memory.
         costs: costs of moves, with the time of that step.
         varied_share: share of the groups' bytes on the device by which steps with one decision may differ.
+        recorded: allocations of the measured step, from which those of other steps are replayed; None: not known.
 
     Attributes:
         job: see the argument.
@@ -30,11 +39,20 @@ class Known:
         varied_share: see the argument.
     """
 
-    def __init__(self, job: Job, model: MemoryModel, costs: Costs, varied_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: MemoryModel,
+        costs: Costs,
+        varied_share: float = 0.0,
+        recorded: RecordedStep | None = None,
+    ) -> None:
         self.job: Job = job
         self.model: MemoryModel = model
         self.costs: Costs = costs
         self.varied_share: float = varied_share
+        self._recorded = recorded
+        self._events_left = _MOST_EVENTS
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
 
     def choose(
@@ -45,19 +63,48 @@ class Known:
         guard_bytes: int = 0,
         recomputed: frozenset[Slot] | None = None,
         must_fit: bool = True,
+        agree: Agree | None = None,
     ) -> Chosen:
-        """Choose for steps with these actions; see `planning.choose.choose`."""
+        """Choose for steps with these actions; see `planning.choose.choose`.
+
+        Args:
+            agree: with the ranks that choose the same now. What was chosen is then replayed, and another step chosen if
+                it would reserve too much. None: nothing is replayed.
+        """
         steps = self._steps_of(actions)
-        return choose(
-            steps.job,
-            self.model,
-            budget_bytes,
-            self._costs_of(steps),
-            must_fit=must_fit,
-            recomputed=recomputed,
-            steps=steps,
-            guard_bytes=guard_bytes,
-        )
+        while True:
+            chosen = choose(
+                steps.job,
+                self.model,
+                budget_bytes,
+                self._costs_of(steps),
+                must_fit=must_fit,
+                recomputed=recomputed,
+                steps=steps,
+                guard_bytes=guard_bytes,
+            )
+            if agree is None or not self._replay(steps, chosen.best, agree):
+                return chosen
+
+    def _replay(self, steps: Steps, best: Prediction, agree: Agree) -> bool:
+        """Replay a step, if that has not been done; return whether more is known about it now."""
+        decision, recorded = best.decision, self._recorded
+        if recorded is None or steps.job.actions != self.job.actions:
+            return False
+        if decision == Decision() or decision in steps.wasted_bytes or recorded.num_events > self._events_left:
+            return False
+        self._events_left -= recorded.num_events
+        found = replayed(recorded, self.job, decision, self.costs.options)
+        peak = best.allocated_bytes
+        # The peak is known from measurements, too: a replay that comes to another one has missed something.
+        is_sound = found is not None and abs(found.peak_bytes - peak) <= _PEAK_TOLERANCE * peak
+        own = found.reserved_bytes - peak if found is not None and is_sound else 0
+        wasted, is_unsound = agree((own, int(not is_sound)))
+        if is_unsound:
+            self._recorded = None
+            return False
+        steps.wasted_bytes[decision] = wasted
+        return True
 
     def remeasured(self, chosen: Chosen, actions: tuple[Action, ...], held_bytes: int, overhead_bytes: int) -> Chosen:
         """Return a choice with the predictions of the current model, given what a step of it held; see `remeasured`."""

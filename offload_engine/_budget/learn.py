@@ -9,14 +9,17 @@ from offload_engine._budget.agreement import Agree, agreed_job, agreed_model
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.times import with_times
 from offload_engine._devices.base import MemoryGauge
+from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Choices
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
 
 
 def learned(
     job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Agree, is_early_certain: bool
-) -> tuple[Job, MemoryModel, int]:
-    """Return the job with its times, the model of its memory, and the bytes that were reserved in vain.
+) -> tuple[Job, MemoryModel, int, RecordedStep | None]:
+    """Return the job with its times, the model of its memory, the bytes that were reserved in vain, and allocations.
+
+    The last is None if a rank could not record them.
 
     Args:
         job: of the step, in which everything was offloaded; without times.
@@ -33,5 +36,7 @@ def learned(
     job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, recorder.intervals(), waits)))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     model = make_memory_model(job, memory, is_early_certain=is_early_certain)
-    [wasted] = agree((wasted,))
-    return job, agreed_model(agree, model, job.residents(Choices()).before), wasted
+    recorded = recorder.allocations()
+    wasted, lacks_record = agree((wasted, int(recorded is None)))
+    model = agreed_model(agree, model, job.residents(Choices()).before)
+    return job, model, wasted, None if lacks_record else recorded

@@ -140,6 +140,12 @@ cuda_empty_strided: Final[Callable[[tuple[int, ...], tuple[int, ...], torch.dtyp
 )
 """As `torch.empty_strided` on the current device, in half the time: what compiled graphs call. Only plain tuples."""
 
+cuda_records_memory: Final[Callable[[], bool]] = take_or_refuse("torch._C._cuda_isHistoryEnabled")
+"""Whether a history of allocations is recorded, by whatever caller."""
+cuda_record_memory: Final[Callable[..., None]] = take("torch.cuda.memory._record_memory_history")
+cuda_memory_snapshot: Final[Callable[[], dict[str, Any]]] = take("torch.cuda.memory._snapshot")
+"""The recorded history, and the segments and blocks of the allocator. Never waits for the device."""
+
 # -- modules
 
 global_forward_hooks: Final[dict[int, Any]] = take("torch.nn.modules.module._global_forward_hooks")

@@ -18,6 +18,7 @@ import torch
 from offload_engine._devices.regions import HostRegion as HostRegion
 from offload_engine._devices.regions import HostSlab as HostSlab
 from offload_engine._devices.regions import TensorSpec as TensorSpec
+from offload_engine.planning.allocations import AllocationLog
 
 Stream = Any
 Event = Any
@@ -72,6 +73,15 @@ class MemoryGauge(Protocol):
 
     def trim(self) -> None:
         """Return memory that is reserved and not in use to the device."""
+
+    def record(self) -> bool:
+        """Start recording allocations, until `recorded`; return False, without effect, if that is not possible."""
+
+    def count(self) -> int:
+        """Return how many allocations and frees there have been, from any origin."""
+
+    def recorded(self) -> AllocationLog | None:
+        """Stop recording; return what was recorded. None: nothing, or not all."""
 
 
 class Routine(Protocol):

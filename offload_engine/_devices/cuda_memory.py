@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from offload_engine._devices.cuda_trace import start_recording, stop_recording
+from offload_engine.planning.allocations import AllocationLog
+
 
 class CudaMemory:
     """Measures one GPU; implements `MemoryGauge`.
@@ -43,6 +46,19 @@ class CudaMemory:
     def trim(self) -> None:
         """See `MemoryGauge`."""
         torch.cuda.empty_cache()
+
+    def record(self) -> bool:
+        """See `MemoryGauge`."""
+        return start_recording()
+
+    def count(self) -> int:
+        """See `MemoryGauge`."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocation"]["all"]["allocated"] + stats["allocation"]["all"]["freed"]) if stats else 0
+
+    def recorded(self) -> AllocationLog | None:
+        """See `MemoryGauge`."""
+        return stop_recording(self._device.index)
 
     def _stat(self, name: str, which: str) -> int:
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)  # a fifth of the time of memory_stats()

@@ -131,19 +131,32 @@ class MemoryModel:
         most = max(self.other_bytes.values(), default=0)
         return max(0, budget_bytes - most - self.overhead_bytes - self.correction_bytes)
 
-    def held_with(self, residents: Residents, share: float) -> int:
+    def held_with(self, residents: Residents, share: float, wasted_bytes: int | None = None) -> int:
         """Return the most bytes that the process holds.
 
         Args:
             residents: bytes of groups on the device.
             share: see `early_share`.
+            wasted_bytes: see `overhead_with`.
         """
-        correction = round(self.correction_share(residents) * self.correction_bytes)
-        return max(self._peak(residents, share), self.between_bytes) + correction + self.overhead_with(residents)
+        overhead = self.overhead_with(residents, wasted_bytes)
+        return self.allocated_with(residents, share) + overhead
 
-    def overhead_with(self, residents: Residents) -> int:
-        """Return how many bytes the process holds besides its peak of allocated bytes."""
-        return self.overhead_bytes - self.wasted_bytes + self._wasted_with(residents)
+    def allocated_with(self, residents: Residents, share: float) -> int:
+        """Return the most bytes that are allocated at once; see `held_with` for the arguments."""
+        correction = round(self.correction_share(residents) * self.correction_bytes)
+        return max(self._peak(residents, share), self.between_bytes) + correction
+
+    def overhead_with(self, residents: Residents, wasted_bytes: int | None = None) -> int:
+        """Return how many bytes the process holds besides its peak of allocated bytes.
+
+        Args:
+            residents: bytes of groups on the device.
+            wasted_bytes: of these, what the allocator reserves in vain; None: a share of what it did in the measured
+                step.
+        """
+        wasted = self._wasted_with(residents) if wasted_bytes is None else wasted_bytes
+        return self.overhead_bytes - self.wasted_bytes + wasted
 
     def _wasted_with(self, residents: Residents) -> int:
         if residents.moved_bytes >= self.floor_moved_bytes:

@@ -11,7 +11,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload_engine.planning.moves import BACKWARD, BACKWARD_END, COMMIT, IN, OUT, Boundary, GroupKey
+from offload_engine.planning.moves import (
+    BACKWARD,
+    BACKWARD_END,
+    COMMIT,
+    DROP,
+    IN,
+    OUT,
+    Boundary,
+    GroupKey,
+    PlannedMove,
+)
 from offload_engine.planning.plan import Plan
 from offload_engine.planning.shapes import Bounds, GroupShape, Shapes, largest_bytes, step_boundaries
 from offload_engine.schedule import Action
@@ -69,10 +79,31 @@ def groups_before(
     return walk.resident_groups
 
 
+def moves_in_memory(
+    actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan
+) -> list[tuple[Boundary, PlannedMove]]:
+    """Return the releases and copy-ins of a step, in order; see `residents_of` for the arguments.
+
+    Unlike the moves of the plan, these are what the allocator sees: a group that stays, or is recalled, has none.
+    """
+    walk, found = _Walk(shapes, bounds), []
+    for boundary in step_boundaries(actions, shapes):
+        walk.come_to(boundary)
+        walk.move(boundary, plan)
+        found += [(boundary, move) for move in walk.performed]
+        walk.performed.clear()
+    return found
+
+
 class _Walk:
-    """Tracks where groups are between two boundaries."""
+    """Tracks where groups are between two boundaries.
+
+    Attributes:
+        performed: releases and copy-ins so far.
+    """
 
     def __init__(self, shapes: Shapes, bounds: Bounds) -> None:
+        self.performed: list[PlannedMove] = []
         self.resident_bytes = self.most_bytes = self.recomputed_bytes = 0
         self._recomputed: set[GroupKey] = set()  # recomputed groups on the device
         self._shapes = shapes
@@ -139,12 +170,14 @@ class _Walk:
         if group in self._is_leaving:
             self._is_leaving.discard(group)
             self._away.add(group)
+            self.performed.append(PlannedMove(DROP, group))
             self.resident_bytes -= self.size(group)
 
     def _bring_back(self, group: GroupKey) -> None:
         self._is_leaving.discard(group)
         if group in self._away:
             self._away.discard(group)
+            self.performed.append(PlannedMove(IN, group))
             self._hold(group)
 
     def _hold(self, group: GroupKey) -> None:

@@ -60,12 +60,16 @@ class Steps:
         job: the job, with bytes and times.
         link: the link that it copies over.
         options: what can be recomputed.
+
+    Attributes:
+        wasted_bytes: by decision, what the allocator would reserve in vain, if the step of it was replayed.
     """
 
     def __init__(self, job: Job, link: Link, options: tuple[RecomputeOption, ...] = ()) -> None:
         self.job: Job = job
         self._link = link
         self._options = options
+        self.wasted_bytes: dict[Decision, int] = {}
         self._planned: dict[Decision, PlannedStep] = {}
         self._outcomes: dict[Decision, Outcome] = {}
         # Bytes and times differ from decision to decision, boundaries do not.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload_engine.rehearsal.allocator import Block, SegmentAllocator, rounded
+from offload_engine.planning.segments import Block, SegmentAllocator, rounded
 
 
 class _Alive(NamedTuple):

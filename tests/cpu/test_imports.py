@@ -20,44 +20,43 @@ ROOT = Path(__file__).parents[2]
 # the package's; "." is the package itself.
 LAYERS = {
     "offload_engine": """
-        meter output policies schedule sizes traits stats planning planning.moves _compat _compat.build _compat.smp
-        _compat.te_base _compat.torch_private _compat.tensor_reads _compat._tensor_reads _compat.reads
-        _compat.own_hooks config planning.clocks planning.shapes planning.hardware planning.choices
-        planning.saved_plan planning.copy_ins planning.plan planning.budget planning.chosen planning.releases
-        planning.planner planning.recompute planning.residents planning.memory _devices._cuda_calls
-        _devices.regions _devices.base _devices.cuda_calls errors _observe _observe.labels _observe.modules
-        _observe.pace _observe.reasons _observe.record _observe.chrome_trace _observe.fold _observe.notes
-        _observe.assemble _observe.pending _observe.report _observe.storages _observe.goals _observe.recorder
-        rank_reports report _observe.waits _observe.observer _devices.copy_worker _devices.cuda_memory
-        _devices.cuda_runtime _devices.cuda_routine _devices.host_memory _devices.file_slab _devices.memory_slab
-        _devices.node_share _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices
-        _host _host.try_lock _host.unawaited _host.extents planning.host_bytes planning.simulated planning.simulate
-        planning.steps planning.predict planning.worth planning.choose _host.slabs _host.pool _host.leases
-        _saved _saved.places _saved.storage _saved.alloc_streams _saved.failures _saved.retirement
-        _saved.counters _saved.handles _saved.unpacked _saved.eligibility _saved.quantized _saved.transfers _captured
-        _captured.graphs _captured.saves _captured.share _captured.slots _captured.program _captured.recording
-        _captured.replays captured_layers _saved.abandon _saved.mover _saved.group_moves _saved.store tracker _chunk
-        _chunk.progress _chunk.group_stack _chunk.saved_tensors _policy _policy.horizon _policy.leaving
-        _policy.share _policy.window _policy.policy _policy.reactive _policy.lowest_peak _policy.resident
-        _policy.shape_log _policy.planned _policy.keeping _policy.choose _policy.executor _budget _budget.gauge
-        _budget.link _budget.measure _budget.optimizers group_boundaries chunk _budget.last_step _budget.margin
-        _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
+        meter output policies schedule sizes traits stats planning planning.moves planning.segments
+        planning.allocations _compat _compat.build _compat.smp _compat.te_base _compat.torch_private
+        _compat.tensor_reads _compat._tensor_reads _compat.reads _compat.own_hooks config planning.clocks
+        planning.shapes planning.hardware planning.choices planning.saved_plan planning.copy_ins planning.plan
+        planning.budget planning.chosen planning.releases planning.planner planning.recompute planning.residents
+        planning.memory _devices._cuda_calls _devices.regions _devices.base _devices.cuda_calls errors _observe
+        _observe.labels _observe.modules _observe.pace _observe.reasons _observe.record _observe.chrome_trace
+        _observe.fold _observe.notes _observe.assemble _observe.pending _observe.report _observe.storages
+        _observe.goals _observe.recorder rank_reports report _observe.waits _observe.observer
+        _devices.copy_worker _devices.cuda_trace _devices.cuda_memory _devices.cuda_runtime
+        _devices.cuda_routine _devices.host_memory _devices.file_slab _devices.memory_slab _devices.node_share
+        _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices _host
+        _host.try_lock _host.unawaited _host.extents planning.host_bytes planning.simulated planning.simulate
+        planning.steps planning.reduced planning.replay planning.predict planning.worth planning.choose
+        _host.slabs _host.pool _host.leases _saved _saved.places _saved.storage _saved.alloc_streams
+        _saved.failures _saved.retirement _saved.counters _saved.handles _saved.unpacked _saved.eligibility
+        _saved.quantized _saved.transfers _captured _captured.graphs _captured.saves _captured.share
+        _captured.slots _captured.program _captured.recording _captured.replays captured_layers _saved.abandon
+        _saved.mover _saved.group_moves _saved.store tracker _chunk _chunk.progress _chunk.group_stack
+        _chunk.saved_tensors _policy _policy.horizon _policy.leaving _policy.share _policy.window _policy.policy
+        _policy.reactive _policy.lowest_peak _policy.resident _policy.shape_log _policy.planned _policy.keeping
+        _policy.choose _policy.executor _budget _budget.gauge _budget.link _budget.allocations _budget.measure
+        _budget.optimizers group_boundaries chunk _budget.last_step _budget.margin _budget.state
+        _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
         _budget.floor _budget.known _budget.learn _budget.taken _budget.decide _budget.in_force _budget.hold
-        _budget.verify _budget.view _budget.controller engine_view
-        identities functions graph_captures engine plan_files rehearsal rehearsal.allocator rehearsal.allocated
-        rehearsal.attention rehearsal.costs rehearsal.failures rehearsal.operators rehearsal.progress rehearsal.share
-        rehearsal.device
-        rehearsal.forecast rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables
-        rehearsal.chosen rehearsal.shapes
+        _budget.verify _budget.view _budget.controller engine_view identities functions graph_captures engine
+        plan_files rehearsal rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures
+        rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast
+        rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables rehearsal.chosen rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
         frontends._common.recording frontends._common.session frontends._common.groups frontends._layers
         frontends._layers.exclusions frontends._layers.find_layers frontends._layers.caches
-        frontends._layers.group_hooks
-        frontends._layers.layer_groups frontends._layers.layer_checkpoint frontends._layers.recomputable
-        frontends._layers.recompute_choice frontends frontends.checkpoint frontends.any_model frontends.layers
-        frontends.wrapper frontends.integrations frontends.integrations._reporters
-        frontends.integrations._training frontends.integrations.lightning frontends.integrations.pipelining
-        frontends.integrations.transformers rehearsal.model plan .
+        frontends._layers.group_hooks frontends._layers.layer_groups frontends._layers.layer_checkpoint
+        frontends._layers.recomputable frontends._layers.recompute_choice frontends frontends.checkpoint
+        frontends.any_model frontends.layers frontends.wrapper frontends.integrations
+        frontends.integrations._reporters frontends.integrations._training frontends.integrations.lightning
+        frontends.integrations.pipelining frontends.integrations.transformers rehearsal.model plan .
     """,
     "megatron_patches": """
         _take_over _versions _model _model.host_claims _model.modules _model.whole_steps _model.sites

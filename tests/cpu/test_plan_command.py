@@ -19,7 +19,7 @@ import torch
 
 from offload_engine import OffloadConfig
 from offload_engine.planning.hardware import Hardware, find_hardware
-from offload_engine.rehearsal.allocator import Block, SegmentAllocator
+from offload_engine.planning.segments import Block, SegmentAllocator
 
 pytest.importorskip("transformers")
 

@@ -22,6 +22,8 @@ from offload_engine._devices import HostRegion
 from offload_engine._devices.cuda import CudaDevice
 from offload_engine._devices.host_read import MappedRead
 from offload_engine._devices.pinned import PinnedSlab, _register
+from offload_engine.planning.allocations import ALLOCATED, FREE_ASKED
+from offload_engine.planning.segments import SegmentAllocator
 from tests.engine_state import release_all
 
 MIB = 1 << 20
@@ -303,3 +305,27 @@ def test_bytes_are_restored_from_the_pool_of_the_compute_stream() -> None:
         del buffer
         device.empty(x.untyped_storage())
     device.close()
+
+
+def test_allocations_are_recorded_with_their_addresses_and_counted(device: CudaDevice) -> None:
+    memory = device.memory
+    assert memory is not None and memory.record()
+    assert not memory.record(), "it must not disturb the recording of another caller"
+    begin = memory.count()
+    first = garbage(3 * MIB)
+    at, between = first.untyped_storage().data_ptr(), memory.count() - begin
+    del first
+    second = garbage(64 * MIB)
+    num = memory.count() - begin
+    log = memory.recorded()
+    assert log is not None
+    counted = [event for event in log.events if event.kind in (ALLOCATED, FREE_ASKED)]
+    assert len(counted) == num > between > 0
+    assert at in {event.at for event in counted[:between]}, "it was allocated before"
+    reserved = sum(nbytes for segment in log.segments for nbytes, _ in segment.blocks)
+    assert reserved == torch.cuda.memory_reserved()
+    allocator = SegmentAllocator()
+    assert second.untyped_storage().data_ptr() in allocator.adopt(log.segments)
+    assert allocator.reserved_bytes == reserved and allocator.allocated_bytes == torch.cuda.memory_allocated()
+    assert memory.record()  # it can again
+    memory.recorded()

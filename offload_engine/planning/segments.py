@@ -2,13 +2,15 @@
 """Imitates torch's allocator of GPU memory: which segments it reserves, and how it divides them.
 
 Sizes decide everything, so what a step reserves in vain follows from the order of its allocations. A request takes the
-smallest free block that is large enough; without one a segment is reserved, and stays until `trim`.
+smallest free block that is large enough, of equal ones the first in memory; without one a segment is reserved, and
+stays until `trim`. Expandable segments are not imitated.
 """
 
 from __future__ import annotations
 
 import bisect
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 _MIB: Final = 1 << 20
 _ROUNDED_TO: Final = 512
@@ -28,15 +30,25 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
 
 
+class Segment(NamedTuple):
+    """Memory that an allocator has reserved at once."""
+
+    at: int
+    stream: int
+    is_small: bool
+    blocks: tuple[tuple[int, bool], ...]
+    """Bytes of each, in order, and whether it is free."""
+
+
 class Block:
     """A part of a segment, or a whole one; `before` and `behind` are its neighbours in it."""
 
-    __slots__ = ("at", "before", "behind", "is_free", "is_small", "nbytes")
+    __slots__ = ("at", "before", "behind", "is_free", "nbytes", "pool")
 
-    def __init__(self, at: int, nbytes: int, is_small: bool) -> None:
+    def __init__(self, at: int, nbytes: int, pool: tuple[int, bool]) -> None:
         self.at = at
         self.nbytes = nbytes
-        self.is_small = is_small
+        self.pool = pool
         self.is_free = False
         self.before: Block | None = None
         self.behind: Block | None = None
@@ -45,29 +57,57 @@ class Block:
 class SegmentAllocator:
     """Allocates and frees blocks that have no memory.
 
+    A driver gives each new segment a lower address than those before it (580.159.04); without any from a driver, as in
+    a rehearsal, they get higher ones.
+
     Attributes:
         reserved_bytes: bytes of all segments.
+        allocated_bytes: bytes of all blocks that are not free.
     """
 
     def __init__(self) -> None:
         self.reserved_bytes: int = 0
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # small or not: in order of size
-        self._end = 0  # of the last segment
+        self.allocated_bytes: int = 0
+        self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}  # by stream, small or not: in size order
+        self._lowest: int | None = None  # address of the lowest segment of a driver
+        self._end = 0  # of the last segment without one
 
-    def allocate(self, nbytes: int) -> Block:
-        """Return a block of at least so many bytes."""
+    def adopt(self, segments: Iterable[Segment]) -> dict[int, Block]:
+        """Take over segments as they are; return the blocks in use, by address."""
+        used: dict[int, Block] = {}
+        for at, stream, is_small, blocks in segments:
+            self._lowest = at if self._lowest is None else min(self._lowest, at)
+            before: Block | None = None
+            for nbytes, is_free in blocks:
+                block = Block(at, nbytes, (stream, is_small))
+                block.before = before
+                if before is not None:
+                    before.behind = block
+                self.reserved_bytes += nbytes
+                if is_free:
+                    self._give(block)
+                else:
+                    used[at] = block
+                    self.allocated_bytes += nbytes
+                before, at = block, at + nbytes
+        return used
+
+    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+        """Return a block of at least so many bytes, from the pool of a stream."""
         nbytes = max(_ROUNDED_TO, rounded(nbytes))
         is_small = nbytes <= _MOST_SMALL
-        free = self._free[is_small]
+        free = self._free.setdefault((stream, is_small), [])
         place = bisect.bisect_left(free, (nbytes, -1))
-        block = free.pop(place)[2] if place < len(free) else self._reserve(nbytes, is_small)
+        block = free.pop(place)[2] if place < len(free) else self._reserve(nbytes, (stream, is_small))
         block.is_free = False
         if block.nbytes - nbytes >= _LEAST_LEFT[is_small]:
             self._divide(block, nbytes)
+        self.allocated_bytes += block.nbytes
         return block
 
     def free(self, block: Block) -> None:
         """Free a block; it becomes one with free neighbours."""
+        self.allocated_bytes -= block.nbytes
         for other in (block.before, block.behind):
             if other is not None and other.is_free:
                 self._take_back(other)
@@ -81,23 +121,28 @@ class SegmentAllocator:
 
     def trim(self) -> None:
         """Return the segments that are free."""
-        for is_small, free in self._free.items():
+        for pool, free in self._free.items():
             whole = [each for each in free if each[2].before is None and each[2].behind is None]
             self.reserved_bytes -= sum(nbytes for nbytes, _, _ in whole)
-            self._free[is_small] = [each for each in free if each[2].before is not None or each[2].behind is not None]
+            self._free[pool] = [each for each in free if each[2].before is not None or each[2].behind is not None]
 
-    def _reserve(self, nbytes: int, is_small: bool) -> Block:
-        if is_small:
+    def _reserve(self, nbytes: int, pool: tuple[int, bool]) -> Block:
+        if pool[1]:
             size = _SMALL_SEGMENT
         else:
             size = _LARGE_SEGMENT if nbytes < _LEAST_ALONE else -(-nbytes // _SEGMENTS_TO) * _SEGMENTS_TO
-        block = Block(self._end, size, is_small)
-        self._end += size
         self.reserved_bytes += size
-        return block
+        return Block(self._place(size), size, pool)
+
+    def _place(self, size: int) -> int:
+        if self._lowest is not None:
+            self._lowest -= size
+            return self._lowest
+        self._end += size
+        return self._end - size
 
     def _divide(self, block: Block, nbytes: int) -> None:
-        rest = Block(block.at + nbytes, block.nbytes - nbytes, block.is_small)
+        rest = Block(block.at + nbytes, block.nbytes - nbytes, block.pool)
         rest.before, rest.behind = block, block.behind
         if block.behind is not None:
             block.behind.before = rest
@@ -106,8 +151,8 @@ class SegmentAllocator:
 
     def _give(self, block: Block) -> None:
         block.is_free = True
-        bisect.insort(self._free[block.is_small], (block.nbytes, block.at, block))
+        bisect.insort(self._free.setdefault(block.pool, []), (block.nbytes, block.at, block))
 
     def _take_back(self, block: Block) -> None:
-        free = self._free[block.is_small]
+        free = self._free[block.pool]
         del free[bisect.bisect_left(free, (block.nbytes, block.at))]

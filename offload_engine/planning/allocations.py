@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes the allocations of one step: when each block of memory was allocated and freed, and which storage it held.
+
+A moment is a number of events: those with a smaller index have happened.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from offload_engine.planning.moves import COMMIT, Boundary, GroupKey
+from offload_engine.planning.segments import Segment, rounded
+
+ALLOCATED: Final = 0
+FREE_ASKED: Final = 1
+"""Its owner has freed it; it may be in use on another stream."""
+FREED: Final = 2
+
+
+class Event(NamedTuple):
+    """Something that an allocator has done."""
+
+    kind: int
+    at: int
+    """Address."""
+    nbytes: int
+    stream: int
+
+
+class AllocationLog(NamedTuple):
+    """What an allocator has done in a step, and its segments afterwards."""
+
+    events: tuple[Event, ...]
+    segments: tuple[Segment, ...]
+
+
+class Life:
+    """The use of one block, from its allocation until it is freed.
+
+    Attributes:
+        at: its address.
+        nbytes: requested.
+        stream: whose pool it is from.
+        begins: index of the event; -1: before the step.
+        ends: index of the event; None: after the step.
+    """
+
+    __slots__ = ("at", "nbytes", "stream", "begins", "ends")
+
+    def __init__(self, at: int, nbytes: int, stream: int, begins: int = -1, ends: int | None = None) -> None:
+        self.at = at
+        self.nbytes = nbytes
+        self.stream = stream
+        self.begins = begins
+        self.ends = ends
+
+
+@dataclass
+class NotedStorage:
+    """What an engine has noted of a storage that autograd saved. Times count allocations and frees that were asked."""
+
+    savers: list[GroupKey]
+    """The groups that saved it; it moves with the first."""
+    saved: tuple[int, int] = (0, 0)
+    """Address, and a time at which it was there."""
+    returned: tuple[int, int] | None = None
+    """Address, and a time at which it was there, if it was copied in."""
+    retired: int | None = None
+    """The last time that is known before it, if its last handle has been dropped."""
+
+
+class NotedMoves(NamedTuple):
+    """A boundary, the time when the engine came to it, and when it had performed its moves."""
+
+    boundary: Boundary
+    begins: int
+    ends: int
+
+
+class StoredLives(NamedTuple):
+    """Where the bytes of a storage were."""
+
+    saved: Life
+    returned: Life | None
+    is_released: bool
+    """The engine has freed the first, by a move; otherwise that was another owner."""
+    retired: int | None
+    """Moment, if its last handle has been dropped."""
+    last_saver: GroupKey
+
+
+@dataclass
+class RecordedStep:
+    """The allocations of a step in which everything was offloaded."""
+
+    segments: tuple[Segment, ...]
+    """At its end."""
+    num_events: int
+    lives: list[Life]
+    successors: dict[int, Life]
+    """By the `id` of a life that the step found and ended: one like it that the step leaves behind."""
+    moments: dict[Boundary, int] = field(default_factory=dict)
+    stored: dict[GroupKey, list[StoredLives]] = field(default_factory=dict)
+    """Of storages that move with a group, in the order of saving."""
+
+
+def recorded_step(
+    log: AllocationLog, boundaries: Sequence[NotedMoves], storages: Iterable[NotedStorage]
+) -> RecordedStep:
+    """Put together what the allocator and the engine have noted."""
+    order = _Order(log.events)
+    lives = _lives_of(log)
+    found = RecordedStep(log.segments, len(log.events), lives, _successors(lives))
+    for noted in boundaries:
+        found.moments.setdefault(noted.boundary, order.index_of(noted.begins))
+    moving = [(order.index_of(noted.begins), order.index_of(noted.ends)) for noted in boundaries]
+    at: dict[int, list[Life]] = {}
+    for life in lives:
+        at.setdefault(life.at, []).append(life)
+    for storage in storages:
+        lived = _stored(storage, at, order, moving, found.moments)
+        if lived is not None:
+            found.stored.setdefault(storage.savers[0], []).append(lived)
+    return found
+
+
+class _Order:
+    """Finds the index of the event at a time, which counts allocations and frees that were asked."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._counted = [index for index, event in enumerate(events) if event.kind != FREED]
+        self._num_events = len(events)
+
+    def index_of(self, time: int) -> int:
+        return self._counted[time] if 0 <= time < len(self._counted) else self._num_events
+
+
+def _lives_of(log: AllocationLog) -> list[Life]:
+    lives: list[Life] = []
+    alive: dict[int, Life] = {}
+    for index, (kind, at, nbytes, stream) in enumerate(log.events):
+        if kind == ALLOCATED:
+            alive[at] = Life(at, nbytes, stream, index)
+            lives.append(alive[at])
+        elif kind == FREED:
+            life = alive.pop(at, None)
+            if life is None:
+                life = Life(at, nbytes, stream)
+                lives.append(life)
+            life.ends = index
+    return lives
+
+
+def _successors(lives: Iterable[Life]) -> dict[int, Life]:
+    """Match what the step has found and ended with what it leaves behind, as gradients are freed and made again."""
+    left: dict[tuple[int, int], list[Life]] = {}
+    ended = []
+    for life in lives:
+        if life.begins < 0:
+            ended.append(life)
+        elif life.ends is None:
+            left.setdefault((rounded(life.nbytes), life.stream), []).append(life)
+    found = {}
+    for life in ended:
+        alike = left.get((rounded(life.nbytes), life.stream))
+        if alike:
+            found[id(life)] = alike.pop(0)
+    return found
+
+
+def _stored(
+    storage: NotedStorage,
+    at: Mapping[int, Sequence[Life]],
+    order: _Order,
+    moving: Sequence[tuple[int, int]],
+    moments: Mapping[Boundary, int],
+) -> StoredLives | None:
+    saved = _alive_at(at, storage.saved[0], order.index_of(storage.saved[1]))
+    if saved is None:
+        return None
+    returned = None
+    if storage.returned is not None:
+        returned = _alive_at(at, storage.returned[0], order.index_of(storage.returned[1]))
+    retired = None if storage.retired is None else order.index_of(storage.retired)
+    last = max(storage.savers, key=lambda group: moments.get(Boundary(COMMIT, *group), -1))
+    return StoredLives(saved, returned, _is_within(saved.ends, moving), retired, last)
+
+
+def _alive_at(at: Mapping[int, Sequence[Life]], address: int, moment: int) -> Life | None:
+    """Return what was at an address: of lives that follow each other the last that has begun."""
+    for life in reversed(at.get(address, ())):
+        if life.begins < moment:
+            return life if life.ends is None or life.ends >= moment else None
+    return None
+
+
+def _is_within(index: int | None, spans: Sequence[tuple[int, int]]) -> bool:
+    if index is None:
+        return False
+    place = bisect.bisect_right(spans, (index, 1 << 62)) - 1
+    return place >= 0 and spans[place][0] <= index < spans[place][1]

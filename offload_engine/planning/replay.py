@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts what an allocator reserves in a step with other choices, from the recorded allocations of one step.
+
+The allocations of a step are those of the recorded one, but for the moves: a group that stays is not freed and has no
+copy-in, one that leaves is freed and copied in where its plan says, and what is recomputed is freed in its forward and
+allocated again in its backward. Then an imitated allocator performs them, again and again, until it reserves no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from offload_engine.planning.allocations import Life, RecordedStep, StoredLives
+from offload_engine.planning.memory import Job
+from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, Boundary, GroupKey
+from offload_engine.planning.recompute import RecomputeOption, options_of
+from offload_engine.planning.reduced import ReducedJob
+from offload_engine.planning.residents import moves_in_memory
+from offload_engine.planning.segments import Block, SegmentAllocator, rounded
+from offload_engine.planning.shapes import step_boundaries
+from offload_engine.planning.steps import Decision
+
+_MOST_STEPS: Final = 3
+_MOVED, _AFTER_MOVES, _EVENT, _AFTER_EVENT = range(4)
+
+
+class Place(NamedTuple):
+    """A place in the order of a step."""
+
+    moment: int
+    phase: int
+    """At one moment, moves come first, then what follows them, then the event with this index."""
+    number: int = 0
+
+
+class Use(NamedTuple):
+    """An allocation, or the end of one."""
+
+    place: Place
+    is_end: bool
+    life: Life
+
+
+class Reserved(NamedTuple):
+    """What an allocator comes to."""
+
+    reserved_bytes: int
+    peak_bytes: int
+    """Allocated at once, in the last step."""
+
+
+def replayed(
+    step: RecordedStep, job: Job, decision: Decision, offered: tuple[RecomputeOption, ...] = ()
+) -> Reserved | None:
+    """Return what the allocator would reserve for steps with a decision, if it is trimmed before; None: not known.
+
+    Args:
+        step: the recorded step, in which everything was offloaded.
+        job: what ran in it.
+        decision: of the steps.
+        offered: what can be recomputed.
+    """
+    options = tuple(options_of(offered, decision.choices.recomputed))
+    moved = _MovedStep(step, job, decision, options)
+    return _reserve(step, moved.uses()) if moved.is_known else None
+
+
+class _MovedStep:
+    """Moves the allocations of a recorded step as a decision does.
+
+    Attributes:
+        is_known: False if something is not known that this needs.
+    """
+
+    def __init__(self, step: RecordedStep, job: Job, decision: Decision, options: tuple[RecomputeOption, ...]) -> None:
+        self.is_known: bool = True
+        self._step = step
+        self._uses: dict[int, list[Use]] = {}  # by the `id` of a life: instead of its own
+        self._lives: list[Life] = list(step.lives)
+        self._released: dict[GroupKey, Place] = {}
+        self._returned: dict[GroupKey, Place] = {}
+        reduced = ReducedJob(job, decision, options)
+        self._find_moves(reduced)
+        for group, stored in step.stored.items():
+            for each in stored:
+                self._move(group, each)
+        for groups, option in reduced.replaced.items():
+            self._recompute(groups, option)
+
+    def uses(self) -> list[Use]:
+        """Return all allocations and their ends, in order."""
+        found = []
+        for life in self._lives:
+            own = self._uses.get(id(life))
+            found += _as_recorded(life) if own is None else own
+        return sorted(found, key=lambda use: use.place)
+
+    def _find_moves(self, reduced: ReducedJob) -> None:
+        job = reduced.job
+        places: dict[Boundary, int] = {}
+        last = 0
+        for boundary in step_boundaries(job.actions, job.shapes):
+            last = max(last, self._step.moments.get(reduced.boundary(boundary), last))
+            places[boundary] = last
+        moves = moves_in_memory(job.actions, job.shapes, job.bounds, reduced.plan)
+        for number, (boundary, (op, group)) in enumerate(moves):
+            places_of = self._released if op is DROP else self._returned
+            places_of[reduced.group(group)] = Place(places[boundary], _MOVED, number)
+
+    def _move(self, group: GroupKey, stored: StoredLives) -> None:
+        """Move a storage that left in the recorded step."""
+        saved, returned = stored.saved, stored.returned
+        if returned is None:
+            return
+        own = _as_recorded(saved)[:1]
+        end = _end_of(returned)
+        if group in self._released and group in self._returned:
+            place = self._released[group]
+            held = Place(-1, _EVENT) if stored.is_released or saved.ends is None else Place(saved.ends, _EVENT)
+            own.append(Use(max(place, held), True, saved))
+            back = [Use(self._returned[group], False, returned)]
+            self._uses[id(returned)] = back + ([] if end is None else [Use(end, True, returned)])
+        else:
+            self._uses[id(returned)] = []
+            if end is not None:  # kept by the engine, too, until it retires
+                own.append(Use(max(end, Place(stored.retired or 0, _AFTER_MOVES)), True, saved))
+        self._uses[id(saved)] = own
+
+    # -- recomputation -----------------------------------------------------------------------------------------------
+
+    def _recompute(self, groups: tuple[GroupKey, ...], option: RecomputeOption) -> None:
+        """Free what a module saved in its forward, and run its forward again in its backward."""
+        moments = self._step.moments
+        first, last = groups[0], groups[-1]
+        end, again = moments.get(Boundary(COMMIT, *last)), moments.get(Boundary(BACKWARD, *last))
+        stored = [each for group in groups for each in self._step.stored.get(group, ())]
+        kept = _kept(stored, option)
+        if end is None or again is None or kept is None:
+            self.is_known = False
+            return
+        begin = max([self._before(first), *(each.saved.begins + 1 for each in kept)])
+        freed = {id(each.saved): each for each in stored if each not in kept}
+        lives = {id(life): life for life in self._step.lives if begin <= life.begins < end}
+        lives |= {id(each.saved): each.saved for each in freed.values()}
+        runs: list[tuple[int, bool, Life]] = []
+        for life in lives.values():
+            copy = Life(life.at, life.nbytes, life.stream, life.begins, life.ends)
+            self._lives.append(copy)
+            runs.append((life.begins, False, copy))
+            self._uses[id(copy)] = []
+            if id(life) in freed:
+                self._free_early(freed[id(life)], copy)
+            elif life.ends is not None and life.ends < end:
+                runs.append((life.ends, True, copy))
+            elif life.ends is None or life.ends < again:  # what the module returns
+                self._uses[id(copy)] = [Use(self._end_of_output(kept, first), True, copy)]
+            else:  # saved outside of groups
+                self._uses[id(life)] = [*_as_recorded(life)[:1], Use(Place(end, _AFTER_MOVES), True, life)]
+                self._uses[id(copy)] = [Use(Place(life.ends, _AFTER_EVENT), True, copy)]
+        runs.sort(key=lambda run: run[0])
+        for number, (_, is_end, copy) in enumerate(runs):
+            self._uses[id(copy)].append(Use(Place(again, _AFTER_MOVES, number), is_end, copy))
+
+    def _free_early(self, stored: StoredLives, copy: Life) -> None:
+        """Free a storage when the last group that read it has run; `copy` is there in the backward instead."""
+        moments, saved = self._step.moments, stored.saved
+        read = Place(moments[Boundary(COMMIT, *stored.last_saver)], _AFTER_MOVES)
+        end = _end_of(stored.returned or saved)
+        self._uses[id(saved)] = [*_as_recorded(saved)[:1], Use(read, True, saved)]
+        if stored.returned is not None:
+            self._uses[id(stored.returned)] = []
+        if end is not None:
+            self._uses[id(copy)].append(Use(end, True, copy))
+
+    def _before(self, first: GroupKey) -> int:
+        """Return the moment at which the group before the first one has committed."""
+        if not first.index:
+            return 0
+        return self._step.moments.get(Boundary(COMMIT, first.chunk, first.index - 1), 0)
+
+    def _end_of_output(self, kept: list[StoredLives], first: GroupKey) -> Place:
+        """Return when what a recomputation has returned is freed: before its input, when its backward is over."""
+        if kept:
+            last = kept[0].returned or kept[0].saved
+            if last.ends is not None:
+                return Place(last.ends, _AFTER_MOVES)
+        following = self._step.moments.get(Boundary(BACKWARD, first.chunk, first.index - 1))
+        return Place(self._step.num_events if following is None else following, _MOVED, -1)
+
+
+def _kept(stored: list[StoredLives], option: RecomputeOption) -> list[StoredLives] | None:
+    """Return the storages that stay saved, for the recomputation to start from: those allocated first."""
+    left = sum(rounded(each.saved.nbytes) for each in stored) - option.freed_bytes
+    found = []
+    for each in sorted(stored, key=lambda each: each.saved.begins):
+        if left < rounded(each.saved.nbytes):
+            break
+        found.append(each)
+        left -= rounded(each.saved.nbytes)
+    return found if left < 1 << 20 else None
+
+
+def _as_recorded(life: Life) -> list[Use]:
+    uses = [] if life.begins < 0 else [Use(Place(life.begins, _EVENT), False, life)]
+    return uses if life.ends is None else [*uses, Use(Place(life.ends, _EVENT), True, life)]
+
+
+def _end_of(life: Life) -> Place | None:
+    return None if life.ends is None else Place(life.ends, _EVENT)
+
+
+def _reserve(step: RecordedStep, uses: list[Use]) -> Reserved | None:
+    """Return what an allocator reserves that performs a step until it is steady."""
+    allocator = SegmentAllocator()
+    in_use = allocator.adopt(step.segments)
+    allocator.trim()
+    blocks = _blocks_at_begin(step, in_use)
+    reserved = peak = 0
+    for _ in range(_MOST_STEPS):
+        peak = allocator.allocated_bytes
+        for _, is_end, life in uses:
+            if not is_end:
+                blocks[id(life)] = allocator.allocate(life.nbytes, life.stream)
+                peak = max(peak, allocator.allocated_bytes)
+            elif id(life) in blocks:
+                allocator.free(blocks.pop(id(life)))
+        _begin_again(step, uses, blocks, allocator)
+        if allocator.reserved_bytes == reserved:
+            break
+        reserved = allocator.reserved_bytes
+    return Reserved(allocator.reserved_bytes, peak)
+
+
+def _blocks_at_begin(step: RecordedStep, in_use: Mapping[int, Block]) -> dict[int, Block]:
+    """Return the blocks of lives that a step finds: those of their successors, which the last step has left."""
+    found = {}
+    for life in step.lives:
+        successor = step.successors.get(id(life))
+        if successor is not None and successor.at in in_use:
+            found[id(life)] = in_use[successor.at]
+    return found
+
+
+def _begin_again(step: RecordedStep, uses: list[Use], blocks: dict[int, Block], allocator: SegmentAllocator) -> None:
+    """Pass what a step leaves behind on to the next one; free what no step would find."""
+    for life in step.lives:
+        successor = step.successors.get(id(life))
+        if successor is not None and id(successor) in blocks:
+            blocks[id(life)] = blocks.pop(id(successor))
+    for _, is_end, life in uses:
+        if not is_end and id(life) in blocks:
+            allocator.free(blocks.pop(id(life)))
