@@ -189,11 +189,14 @@ def test_neighbours_become_one_and_only_whole_segments_are_returned() -> None:
     parts = [allocator.allocate(20 * MIB) for _ in range(3)]
     for index in (0, 2, 1):
         allocator.free(parts[index])
-    assert allocator.allocate(60 * MIB).nbytes == allocator.reserved_bytes == 60 * MIB
-    kept = allocator.allocate(20 * MIB)
-    allocator.free(allocator.allocate(30 * MIB))
+    whole = allocator.allocate(60 * MIB)
+    assert whole.nbytes == allocator.reserved_bytes == 60 * MIB
+    allocator.free(whole)
+    kept = allocator.allocate(20 * MIB)  # a part of it
+    allocator.free(allocator.allocate(50 * MIB))
     allocator.trim()
-    assert allocator.reserved_bytes == 80 * MIB and kept.nbytes == 20 * MIB
+    assert allocator.reserved_bytes == 60 * MIB and kept.nbytes == 20 * MIB
+    assert allocator.allocate(40 * MIB).at == kept.at + 20 * MIB and allocator.reserved_bytes == 60 * MIB
 
 
 def test_blocks_never_overlap() -> None:
