@@ -108,7 +108,7 @@ def _loss(model: Any, length: int = SEQUENCE) -> torch.Tensor:
     return out
 
 
-def _make(**changes: int) -> Callable[[], torch.nn.Module]:
+def _make(**changes: float) -> Callable[[], torch.nn.Module]:
     """Return a function that makes a model; its code is imported now, outside of the rehearsal."""
     config = read_config(
         "qwen2", {**TINY, "hidden_size": 2048, "intermediate_size": 4096, **changes} if changes else TINY
@@ -131,6 +131,17 @@ def test_bytes_are_those_of_a_real_step() -> None:
     rehearsal.run("no offload", dry_run=True)
     assert real.managed_bytes > 0
     assert rehearsal.managed_bytes == real.managed_bytes
+
+
+def test_attention_with_dropout_saves_no_scores() -> None:
+    """On a GPU; on this CPU it would."""
+    rehearsals = [
+        ModelRehearsal(_make(attention_dropout=share), _loss, H200, min_tensor_bytes=64) for share in (0, 0.1)
+    ]
+    for rehearsal in rehearsals:
+        rehearsal.run("no offload", dry_run=True)
+    plain, with_dropout = rehearsals
+    assert with_dropout.managed_bytes == plain.managed_bytes > 0
 
 
 def test_within_a_budget_each_layer_is_kept_offloaded_or_recomputed() -> None:
