@@ -102,6 +102,13 @@ def test_a_rehearsal_that_breaks_off_is_one_line_and_leaves_pictures_alone(
     assert "plan: a step with no offload cannot be rehearsed: no kernel. Omit" in error and error.count("\n") == 1
 
 
+def test_an_error_of_several_lines_is_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers raises where a package is missing."""
+    monkeypatch.setattr("offload_engine.plan.read_config", mock.Mock(side_effect=ImportError("It needs\n  a package.")))
+    assert main(["qwen2"]) == 1
+    assert capsys.readouterr().err == "python -m offload_engine.plan: It needs a package.\n"
+
+
 def _loss(model: Any, length: int = SEQUENCE) -> torch.Tensor:
     tokens = torch.zeros((1, length), dtype=torch.int64)
     out: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
