@@ -102,13 +102,20 @@ def test_a_rehearsal_that_breaks_off_is_one_line_and_leaves_pictures_alone(
     assert "plan: a step with no offload cannot be rehearsed: no kernel. Omit" in error and error.count("\n") == 1
 
 
+def test_an_error_of_several_lines_is_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers raises where a package is missing."""
+    monkeypatch.setattr("offload_engine.plan.read_config", mock.Mock(side_effect=ImportError("It needs\n  a package.")))
+    assert main(["qwen2"]) == 1
+    assert capsys.readouterr().err == "python -m offload_engine.plan: It needs a package.\n"
+
+
 def _loss(model: Any, length: int = SEQUENCE) -> torch.Tensor:
     tokens = torch.zeros((1, length), dtype=torch.int64)
     out: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
     return out
 
 
-def _make(**changes: int) -> Callable[[], torch.nn.Module]:
+def _make(**changes: float) -> Callable[[], torch.nn.Module]:
     """Return a function that makes a model; its code is imported now, outside of the rehearsal."""
     config = read_config(
         "qwen2", {**TINY, "hidden_size": 2048, "intermediate_size": 4096, **changes} if changes else TINY
@@ -131,6 +138,17 @@ def test_bytes_are_those_of_a_real_step() -> None:
     rehearsal.run("no offload", dry_run=True)
     assert real.managed_bytes > 0
     assert rehearsal.managed_bytes == real.managed_bytes
+
+
+def test_attention_with_dropout_saves_no_scores() -> None:
+    """On a GPU; on this CPU it would."""
+    rehearsals = [
+        ModelRehearsal(_make(attention_dropout=share), _loss, H200, min_tensor_bytes=64) for share in (0, 0.1)
+    ]
+    for rehearsal in rehearsals:
+        rehearsal.run("no offload", dry_run=True)
+    plain, with_dropout = rehearsals
+    assert with_dropout.managed_bytes == plain.managed_bytes > 0
 
 
 def test_within_a_budget_each_layer_is_kept_offloaded_or_recomputed() -> None:
@@ -189,11 +207,14 @@ def test_neighbours_become_one_and_only_whole_segments_are_returned() -> None:
     parts = [allocator.allocate(20 * MIB) for _ in range(3)]
     for index in (0, 2, 1):
         allocator.free(parts[index])
-    assert allocator.allocate(60 * MIB).nbytes == allocator.reserved_bytes == 60 * MIB
-    kept = allocator.allocate(20 * MIB)
-    allocator.free(allocator.allocate(30 * MIB))
+    whole = allocator.allocate(60 * MIB)
+    assert whole.nbytes == allocator.reserved_bytes == 60 * MIB
+    allocator.free(whole)
+    kept = allocator.allocate(20 * MIB)  # a part of it
+    allocator.free(allocator.allocate(50 * MIB))
     allocator.trim()
-    assert allocator.reserved_bytes == 80 * MIB and kept.nbytes == 20 * MIB
+    assert allocator.reserved_bytes == 60 * MIB and kept.nbytes == 20 * MIB
+    assert allocator.allocate(40 * MIB).at == kept.at + 20 * MIB and allocator.reserved_bytes == 60 * MIB
 
 
 def test_blocks_never_overlap() -> None:
