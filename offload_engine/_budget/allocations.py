@@ -18,8 +18,8 @@ from offload_engine.planning.moves import Boundary, GroupKey
 class AllocationNotes:
     """Records the allocations of one step, up to the begin of the next. Not every device can: then it notes nothing.
 
-    What it notes of a storage gets its time at the next boundary, at which the storage is still there: to ask for the
-    time costs the host 20 microseconds, and a group has many storages.
+    What it notes of a storage gets the time of the next boundary, at which the storage is still there, or of the last
+    one, if it retires: to ask for the time costs the host 20 microseconds, and a group has many storages.
 
     Args:
         gauge: of the device.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -262,17 +263,16 @@ def test_it_is_noted_when_a_storage_is_saved_copied_in_and_retired(monkeypatch: 
     buffer = torch.ones(1)
     storage: Any = type("Storage", (), {"buffer": buffer})()
     boundary = parse_boundary("F0.0")
-    for event, note in enumerate(
-        [
-            *(partial(notes.note_saved, buffer, group, storage) for group in groups),
-            partial(notes.note_residency, storage, COPYING_OUT),
-            partial(notes.note_boundary, boundary),
-            partial(notes.note_residency, storage, COPYING_IN),
-            notes.note_moved,
-            *(partial(notes.note_residency, storage, RETIRED) for _ in range(2)),
-            partial(notes.note_boundary, boundary),
-        ]
-    ):
+    calls: list[Callable[[], None]] = [
+        *(partial(notes.note_saved, buffer, group, storage) for group in groups),
+        partial(notes.note_residency, storage, COPYING_OUT),
+        partial(notes.note_boundary, boundary),
+        partial(notes.note_residency, storage, COPYING_IN),
+        notes.note_moved,
+        *(partial(notes.note_residency, storage, RETIRED) for _ in range(2)),
+        partial(notes.note_boundary, boundary),
+    ]
+    for event, note in enumerate(calls):
         account._num_events = 5 + event
         note()
     notes.finish()
