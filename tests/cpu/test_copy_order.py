@@ -492,3 +492,18 @@ def test_rules_3_4_5_7_of_storages_made_on_one_stream_and_saved_on_another(bench
     assert [x.untyped_storage().nbytes() for x in held] == [0, 0]
     values = [float((bench.chunk.tensor_pop(handle) * 1).mean()) for handle in handles]
     assert values == [3.0, 5.0] == [float((x * 1).mean()) for x in held]
+
+
+@copies_are_late
+@pytest.mark.parametrize("where", ["boundary", "look"])
+def test_a_failed_copy_of_a_dropped_handle_raises_afterwards(bench: Bench, where: str) -> None:
+    """Its destructor cannot raise."""
+    bench.device.fail_next_copy("out")
+    handle = bench.save_full(3.0)
+    del handle
+    with pytest.raises(CopyError, match="the copy of group 0"):
+        if where == "boundary":
+            bench.save_full(5.0)
+        else:
+            bench.engine.has_saved  # noqa: B018
+    bench.engine.reset_iteration()

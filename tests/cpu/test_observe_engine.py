@@ -300,3 +300,12 @@ def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:
         with pytest.raises(ValueError), Ranges(is_nvtx_on=True).around("wait", group):
             raise ValueError
     assert nvtx.mock_calls == [mock.call.range_push("Offload::wait (c1 m3 core_attn)"), mock.call.range_pop()]
+
+
+def test_what_unpack_finds_on_the_host_is_a_miss_and_its_copy_in_is_recorded() -> None:
+    engine = recording_engine(policy=AT_ONCE)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        handles = in_group(chunk, torch.ones(64))
+        chunk.hooks.unpack(handles.pop())
+    assert engine.stats.prefetch_misses == 1 and "IN 0.0:0 256" in [move for _, move in moves_of(engine)]

@@ -123,3 +123,10 @@ def steps_until_one_judges(verifier: Verifier, excesses: list[int]) -> int:
         number += 1
         if verifier.settles((), excess) or not verifier.fits(excess):
             return number
+
+
+def test_a_first_decision_begins_without_the_steps_of_an_earlier_one() -> None:
+    verifier, _ = verifier_of((BUDGET, 10.0))
+    assert not verifier.settles((), Excess())
+    verifier.begin()
+    assert not verifier.settles((), Excess())
