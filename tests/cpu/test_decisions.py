@@ -218,6 +218,10 @@ def test_the_search_for_freed_excluded_tensors_comes_at_doubled_intervals() -> N
     for tensor in tensors:
         found.exclude(tensor)
     assert found._prune_at == 2 * len(tensors)
+    del tensor, tensors[:]
+    for _ in range(eligibility._MIN_PRUNED):
+        found.exclude(torch.empty(1))
+    assert len(found._excluded) <= 1, "all others are freed"
 
 
 @pytest.mark.parametrize(("inflight_bytes", "must_release"), [(200, False), (201, True)])
@@ -283,9 +287,10 @@ def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
     (chunk,) = chunks_with_a_group(1)
     policy = ResidentBudgetPolicy(ByteCounters(None), LeavingQueue(), 64, expected_bytes=8)
     policy.at(FORWARD, chunk, None)
+    policy._within_budget.append(group(0))
     policy.clear()
     policy.at(BACKWARD, chunk, None)
-    assert policy._expected_bytes == 8
+    assert policy._expected_bytes == 8 and not policy._within_budget
 
 
 def test_all_copy_outs_are_released_at_the_end_of_an_iteration() -> None:

@@ -468,6 +468,11 @@ def test_bytes_read_by_unawaited_copies_are_taken_last() -> None:
     extents.put(3, 0, 20)
     far.done = True
     assert present(extents.take(6)).slab == 2, "a completed copy needs no wait"
+    far.done = False
+    extents = make_extents(ahead)
+    extents.put(0, 8, 8)
+    extents.put(0, 0, 8)
+    assert present(extents.take(8)).start == 8, "that others are unawaited merges nothing"
     extents, event = make_extents(), FakeEvent()
     extents.put(0, 0, 8, [event])
     (extent,) = extents
