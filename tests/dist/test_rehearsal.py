@@ -260,6 +260,9 @@ class _BudgetEngine(OffloadEngine):
             outside_bytes=lambda: 0,
             total_bytes=lambda: 1 << 40,
             trim=lambda: None,
+            record=lambda: False,
+            count=lambda: 0,
+            recorded=lambda: None,
         )
         super().__init__(config, device, logs_first_step=False)
         self.budget._floor.optimizers.has_state = lambda num_steps: True  # type: ignore[union-attr,method-assign]
