@@ -26,11 +26,10 @@ class Replays:
 
     def __init__(self, steps: Sequence[Step], context: TransferContext) -> None:
         self._context = context
-        assert context.device.graphs is not None
-        self._settle = context.device.graphs.settle
         self._current_stream = context.device.current_stream
         self._compute: Stream = None  # of the replay under way, so that it is asked for once
         notes = _Notes(context)
+        self._settle = notes.graphs.settle
         self._before: list[Run | None] = []
         self._after: list[Run | None] = []
         for number, step in enumerate(steps):
@@ -89,7 +88,7 @@ class _Notes:
 
     def __init__(self, context: TransferContext) -> None:
         assert context.device.graphs is not None
-        self._graphs: DeviceGraphs = context.device.graphs
+        self.graphs: DeviceGraphs = context.device.graphs
         self._out, self._into = context.copy_out_stream, context.copy_in_stream
         self._copied_out: dict[int, Event] = {}  # by the graph that has saved
         self._copied_in: dict[int, Event] = {}  # by the graph that reads
@@ -98,7 +97,7 @@ class _Notes:
         """Return what to call before a replay; None if it would make no call."""
         if not (step.left or step.reads):
             return None
-        calls = self._graphs.new_routine()
+        calls = self.graphs.new_routine()
         for saved_by in step.left:
             calls.wait_event(COMPUTE, self._copied_out[saved_by])  # Rule 3
         if step.reads:
@@ -109,7 +108,7 @@ class _Notes:
         """Return what to call after a replay; None if it would make no call."""
         if not (step.copy_outs or step.copy_ins):
             return None
-        calls = self._graphs.new_routine()
+        calls = self.graphs.new_routine()
         replayed = calls.record_event(COMPUTE)
         calls.in_background()
         if step.copy_outs:
