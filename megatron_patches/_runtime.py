@@ -404,7 +404,7 @@ def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -
     decider.join(peers.largest_of_stage, peers.largest_of_all)
     if not settings.may_recompute:
         return None
-    recomputation = RecomputeOptions(step.chunks, drop_parts(settings.modules)[0])
+    recomputation = RecomputeOptions(step.chunks, drop_parts(settings.modules)[0], decider.runs.begin)
     decider.find_options, decider.apply = recomputation.find, recomputation.apply
     return recomputation
 

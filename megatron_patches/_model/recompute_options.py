@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,9 @@ _ORDER = (
 cheaper than the whole, which exchanges tokens again."""
 
 
+BeginRun = Callable[[str], Callable[[Any], None]]
+
+
 class Place(NamedTuple):
     """The groups of one name in a layer."""
 
@@ -61,9 +64,11 @@ class RecomputeOptions:
     Args:
         chunks: this rank's model chunks.
         names: names of the groups on them.
+        begin_run: called with the name of a recomputation when what it is around begins; what it returns is called at
+            the end, with the output.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], names: Iterable[str]) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], names: Iterable[str], begin_run: BeginRun) -> None:
         switches = Switches(chunks).by_key
         groups = frozenset(names)
         found = [_option(stage, switch, groups) for (stage, _, _), switch in switches.items() if not switch.is_on]
@@ -71,6 +76,7 @@ class RecomputeOptions:
         self._input_bytes: dict[tuple[int, int, str], int] = {}
         self._output_bytes: dict[tuple[int, int, str], int] = {}
         self._handles: list[Any] = []
+        self._begin_run = begin_run
         for stage, chunk in enumerate(chunks):
             for layer, (_, module) in enumerate(layers_of(chunk)):
                 self._measure_inputs(stage, layer, dict(module.named_modules()))
@@ -131,7 +137,22 @@ class RecomputeOptions:
                     self._output_bytes[key] = _bytes_of(outputs)
                     self._input_bytes[key] = _bytes_of([*args, *kwargs.values(), *(outputs if both else ())])
 
-            self._handles.append(modules[option.switch.around].register_forward_hook(note, with_kwargs=True))
+            module = modules[option.switch.around]
+            self._handles.append(module.register_forward_hook(note, with_kwargs=True))
+            if option.switch.name not in _DISCARDS_OUTPUT:
+                self._note_runs(option.switch.name, module)
+
+    def _note_runs(self, name: str, module: torch.nn.Module) -> None:
+        ends: list[Callable[[Any], None]] = []  # of the run that has begun
+
+        def before(*_: Any) -> None:
+            ends[:] = [self._begin_run(name)]
+
+        def after(module: Any, args: Any, output: Any) -> None:
+            if ends:
+                ends.pop()(output)
+
+        self._handles += (module.register_forward_pre_hook(before), module.register_forward_hook(after))
 
     def _offer(self, option: _Option, groups: Mapping[Place, list[tuple[Slot, GroupShape]]]) -> RecomputeOption | None:
         """Return the bytes and the time of an option; None without a group of its own."""

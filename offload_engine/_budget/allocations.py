@@ -11,7 +11,7 @@ import torch
 from offload_engine._devices.base import MemoryGauge
 from offload_engine._observe.notes import ObservedGroup, ObservedStorage
 from offload_engine._saved.storage import COPYING_IN, RETIRED
-from offload_engine.planning.allocations import NotedMoves, NotedStorage, RecordedStep, recorded_step
+from offload_engine.planning.allocations import NotedMoves, NotedRun, NotedStorage, RecordedStep, recorded_step
 from offload_engine.planning.moves import Boundary, GroupKey
 
 
@@ -34,6 +34,7 @@ class AllocationNotes:
         self._alive: dict[ObservedStorage, int] = {}  # index in `_storages`
         self._saved: list[tuple[NotedStorage, int]] = []  # with their addresses, since the last boundary
         self._returned: list[tuple[NotedStorage, int]] = []
+        self._runs: list[NotedRun] = []
         self._last = 0  # time
 
     def note_boundary(self, boundary: Boundary) -> None:
@@ -69,6 +70,17 @@ class AllocationNotes:
             self._storages[index][0].retired = self._last
             del self._alive[storage]
 
+    def begin_run(self, name: str) -> NotedRun | None:
+        """Note the begin of a module that `name` could recompute; None: nothing is noted."""
+        if not self._is_on:
+            return None
+        self._runs.append(NotedRun(name, self.now()))
+        return self._runs[-1]
+
+    def now(self) -> int:
+        """Return the time."""
+        return self._gauge.count() - self._origin
+
     def finish(self) -> RecordedStep | None:
         """Stop recording; return the allocations of the step. None: not known. Call it once."""
         if not self._is_on:
@@ -81,11 +93,11 @@ class AllocationNotes:
             return None
         for storage, groups in self._storages:
             storage.savers += [GroupKey(group.chunk, group.index) for group in dict.fromkeys(groups)]
-        return recorded_step(log, self._boundaries, (storage for storage, _ in self._storages))
+        return recorded_step(log, self._boundaries, (storage for storage, _ in self._storages), self._runs)
 
     def _pass_time(self) -> int:
         """Return the time, and note it for what came since it was asked last."""
-        now = self._last = self._gauge.count() - self._origin
+        now = self._last = self.now()
         for storage, address in self._saved:
             storage.saved = address, now
         for storage, address in self._returned:

@@ -74,6 +74,8 @@ class BudgetController(BudgetView):
         self._verifier, self._idleness = Verifier(decider), Idleness(is_early_certain)
         self._floor = FloorSteps(self._margin)
         self._num_steps = self._num_tries = 0
+        self._awaits_time = False  # of the first step that holds: those that verify also reserve memory
+        self._may_reconsider = False
         self._has_trimmed = False  # for the first decision
         self._in_force = InForce(decider, keeping)
         self._hold = HoldWatch(decider, self._in_force, self._last)
@@ -96,8 +98,10 @@ class BudgetController(BudgetView):
         self.is_idle = not is_watched and self._idleness.allows(self.decider.chosen, self.decider.budget_bytes)
         self._num_steps += 1
         self._forget_recorder()
-        self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
-        self._last.begin(self.state is not State.HOLD)
+        if self.state is State.MEASURE:
+            self._recorder = MeasuringRecorder(self._device, self._gauge)
+            self.decider.runs.notes = self._recorder.allocation_notes
+        self._last.begin(self.state is not State.HOLD or self._awaits_time)
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -144,14 +148,15 @@ class BudgetController(BudgetView):
         self._forget_recorder()
 
     def _forget_recorder(self) -> None:
-        recorder, self._recorder = self._recorder, None
+        recorder, self._recorder, self.decider.runs.notes = self._recorder, None, None
         if recorder is not None:
             recorder.allocations()  # or the allocator would record for ever
 
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended on each rank that now agrees with this one."""
         is_window_over = self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
-        if not (self.state is not State.HOLD or is_window_over or self.decider.is_unchecked):
+        is_met = self.state is not State.HOLD or is_window_over or self._awaits_time or self.decider.is_unchecked
+        if not is_met:
             return self._last.has_ended
         [was_abandoned] = self.decider.meet((int(not self._last.has_ended),))
         return not was_abandoned
@@ -168,7 +173,8 @@ class BudgetController(BudgetView):
         if self.state is State.FLOOR:
             self._conclude_floor()
         elif self.state is State.HOLD:
-            self._watch()
+            if not (self._awaits_time and self._changes_by_its_time()):
+                self._watch()
         elif self.state is State.VERIFY:
             self._verify()
         elif not self._in_force.is_settled:
@@ -216,6 +222,7 @@ class BudgetController(BudgetView):
             self._has_trimmed = True
             return self._gauge.trim()  # to measure again
         self._num_tries = 0
+        self._may_reconsider = True
         self._verifier.begin()
         self._gauge.trim()  # the blocks of fully offloaded steps would fit badly
         self._in_force.allow(allowance)
@@ -242,10 +249,27 @@ class BudgetController(BudgetView):
         allowance = self._verifier.judge(excess)
         if allowance is None:
             self._gauge.reset()
+            self._awaits_time = True
             self._go(State.HOLD)
             return self.log()
         self._in_force.allow(allowance)
         self._gauge.trim()  # the blocks of the previous decision would fit badly
+
+    def _changes_by_its_time(self) -> bool:
+        """Correct times by the first step that holds; return whether another decision is in force by them."""
+        self._awaits_time = False
+        self.measured = self.measured._replace(milliseconds=self._last.milliseconds)
+        [measured_us] = self.decider.agree((round(_US * self._last.milliseconds),))
+        self.decider.correct_time(measured_us / _US)
+        may_reconsider, self._may_reconsider = self._may_reconsider, False
+        allowance = self.decider.reconsider() if may_reconsider else None
+        if allowance is None:
+            return False
+        self._verifier.begin()
+        self._in_force.allow(allowance)
+        self._gauge.trim()
+        self._go(State.VERIFY)
+        return True
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""

@@ -23,6 +23,7 @@ from offload_engine._budget.known import Known
 from offload_engine._budget.learn import learned
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
+from offload_engine._budget.module_runs import ModuleRuns
 from offload_engine._budget.taken import TakenPlan, take
 from offload_engine._devices.base import MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
@@ -41,6 +42,8 @@ from offload_engine.schedule import Action
 logger = logging.getLogger(__name__)
 
 _LINK_BYTES: Final = 32 << 20
+_WORTH_A_CHANGE: Final = 0.98
+"""Share of the time of the decision in force that another one may take, to replace it."""
 _WASTED_SHARE: Final = 3 / 10
 """Share of what the floor has reserved in vain by which another decision may hold more than predicted. (22 budgets on
 an H200: 0.26, 0.21 and less.)"""
@@ -68,6 +71,7 @@ class Decider:
         actions: the actions that it was made for.
         guard_bytes: bytes of the budget that the prediction of a decision must leave free.
         known: what a measured step has shown; None before the measurement.
+        runs: notes the modules that could be recomputed.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Decider:
         self.chosen: Chosen | None = None
         self.guard_bytes: int = 0
         self.known: Known | None = None
+        self.runs: ModuleRuns = ModuleRuns()
         self._context = context
         self._policy = policy
         self._is_early_certain = is_early_certain
@@ -247,6 +252,28 @@ class Decider:
         known.costs = dataclasses.replace(known.costs, busy_ratio=ratio)
         self._decisions = {actions: retimed(each, ratio) for actions, each in self._decisions.items()}
         self.chosen = self._decisions[self.actions]
+
+    def reconsider(self) -> Allowance | None:
+        """Decide again by corrected times; None if that saves too little for two more steps of verifying."""
+        before = self.chosen
+        assert before is not None
+        found = self._choose(self.actions, None)
+        if found.best.step_ms > _WORTH_A_CHANGE * before.best.step_ms:
+            return None
+        self.chosen = self._decisions[self.actions] = found
+        return allowance_of(found, self._shapes())
+
+    def correct_floor(self, excess: Excess) -> bool:
+        """Correct the prediction of a floor that recomputes; return False if that in force is none, or gives no other.
+
+        What everything offloaded takes was measured: it is not affected.
+        """
+        known, chosen = self.known, self.chosen
+        if known is None or chosen is None or not chosen.best.recomputed_bytes or not self.is_at_floor:
+            return False
+        known.note_wasted(chosen.best, self.actions, excess.wasted)
+        self.correct(Excess(max(0, excess.allocated)))
+        return True
 
     def decide(self, actions: tuple[Action, ...] = (), *, is_alone: bool = False) -> Allowance:
         """Decide about steps with these actions, or with the measured ones.

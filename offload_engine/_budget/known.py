@@ -106,6 +106,12 @@ class Known:
         steps.wasted_bytes[decision] = wasted
         return True
 
+    def note_wasted(self, prediction: Prediction, actions: tuple[Action, ...], more_bytes: int) -> None:
+        """Note that steps of a decision reserve so much more in vain than was predicted."""
+        model = self.model
+        wasted = prediction.overhead_bytes - (model.overhead_bytes - model.wasted_bytes)
+        self._steps_of(actions).wasted_bytes[prediction.decision] = wasted + more_bytes
+
     def remeasured(self, chosen: Chosen, actions: tuple[Action, ...], held_bytes: int, overhead_bytes: int) -> Chosen:
         """Return a choice with the predictions of the current model, given what a step of it held; see `remeasured`."""
         return remeasured(chosen, held_bytes, overhead_bytes, self.model, self._steps_of(actions))

@@ -41,6 +41,9 @@ class MeasuringRecorder(Recorder):
     Args:
         device: marks time.
         gauge: measures memory.
+
+    Attributes:
+        allocation_notes: of the step.
     """
 
     def __init__(self, device: Device, gauge: MemoryGauge) -> None:
@@ -50,7 +53,7 @@ class MeasuringRecorder(Recorder):
         self._measured: list[MeasuredBoundary] = []
         self._backward: dict[ChunkKey | None, int] = {}  # the group that the backward of each chunk has reached
         self._peak_bytes = 0
-        self._allocations = AllocationNotes(gauge)
+        self.allocation_notes: AllocationNotes = AllocationNotes(gauge)
         gauge.reset()
 
     def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:
@@ -64,7 +67,7 @@ class MeasuringRecorder(Recorder):
             index = self._backward.get(chunk, index)
         boundary = Boundary(kind, self._boundary.chunk, index)
         self._marks.append((boundary, self._device.mark_time(self._device.current_stream())))
-        self._allocations.note_boundary(boundary)
+        self.allocation_notes.note_boundary(boundary)
         self._peak_bytes = self._gauge.peak_bytes()
 
     def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:
@@ -74,7 +77,7 @@ class MeasuringRecorder(Recorder):
 
     def note_moved(self) -> None:
         """See `Recorder`; from here on, compute reaches another peak."""
-        self._allocations.note_moved()
+        self.allocation_notes.note_moved()
         self._gauge.reset()
 
     def note_saved(
@@ -88,16 +91,16 @@ class MeasuringRecorder(Recorder):
         """See `Recorder`."""
         super().note_saved(tensor, group, storage=storage, reason=reason)
         if storage is not None:
-            self._allocations.note_saved(tensor, group, storage)
+            self.allocation_notes.note_saved(tensor, group, storage)
 
     def note_residency(self, storage: ObservedStorage, to: enum.Enum | str) -> None:
         """See `Recorder`."""
         super().note_residency(storage, to)
-        self._allocations.note_residency(storage, to)
+        self.allocation_notes.note_residency(storage, to)
 
     def allocations(self) -> RecordedStep | None:
         """Stop recording allocations; return those of the step, and of what came after it. None: not known."""
-        return self._allocations.finish()
+        return self.allocation_notes.finish()
 
     @property
     def boundaries(self) -> tuple[MeasuredBoundary, ...]:

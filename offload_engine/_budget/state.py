@@ -31,7 +31,7 @@ _FOLLOWING: Final = {
     State.FLOOR: (State.MEASURE, State.HOLD),
     State.MEASURE: (State.VERIFY, State.HOLD),
     State.VERIFY: (State.HOLD, State.MEASURE),
-    State.HOLD: (State.MEASURE,),
+    State.HOLD: (State.MEASURE, State.VERIFY),
 }
 
 

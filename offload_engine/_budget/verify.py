@@ -76,9 +76,11 @@ class Verifier:
         decider = self._decider
         is_over = not self.fits(excess)
         if is_over and self._may_correct:
-            self._num_corrections += 1
-            self._totals.clear()
+            self._begin_again()
             decider.correct(excess)
+            return decider.decide()
+        if is_over and self._num_corrections < _MAX_CORRECTIONS and decider.correct_floor(excess):
+            self._begin_again()
             return decider.decide()
         decider.take_in(excess)
         assert decider.chosen is not None
@@ -86,6 +88,10 @@ class Verifier:
         if decider.is_at_floor and best.held_bytes > decider.budget_bytes:
             logger.warning("%s", below_floor_text(decider.budget_bytes, best))
         return None
+
+    def _begin_again(self) -> None:
+        self._num_corrections += 1
+        self._totals.clear()
 
     @property
     def _may_correct(self) -> bool:

@@ -99,10 +99,10 @@ class PlannedPolicy(Policy):
         self._shapes = shapes or ()
         self._scheduled = {key for _, key in actions}
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
-        # A copy-out under a plan comes back by that plan, released early or not. But within a budget of resident bytes
-        # early releases give no room that the plan needs, and make it random what an allocator reserves.
-        is_bounded = self._bounds.resident_bytes is not None
-        self.releases_completed = (self.plan is not None and not is_bounded) or self._reactive.releases_completed
+        # A copy-out under a plan comes back by that plan, released early or not. But where a budget has chosen, early
+        # releases give no room that the plan needs, and make it random what an allocator reserves.
+        is_chosen = self._bounds.resident_bytes is not None or bool(self.choices)
+        self.releases_completed = not is_chosen if self.plan is not None else self._reactive.releases_completed
         if self.plan is None:
             self._reactive.begin(actions, is_combined)
         else:

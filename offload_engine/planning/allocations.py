@@ -72,6 +72,18 @@ class NotedStorage:
     """The last time that is known before it, if its last handle has been dropped."""
 
 
+@dataclass
+class NotedRun:
+    """What a model has noted of the forward of a module that it could recompute, in times."""
+
+    name: str
+    """Name of the recomputation."""
+    begins: int
+    ends: int | None = None
+    backward: int | None = None
+    """When its backward has begun."""
+
+
 class NotedMoves(NamedTuple):
     """A boundary, the time when the engine came to it, and when it had performed its moves."""
 
@@ -92,6 +104,15 @@ class StoredLives(NamedTuple):
     last_saver: GroupKey
 
 
+class ModuleRun(NamedTuple):
+    """The forward of a module that could be recomputed, and the begin of its backward, by their moments."""
+
+    name: str
+    begins: int
+    ends: int
+    backward: int
+
+
 @dataclass
 class RecordedStep:
     """The allocations of a step in which everything was offloaded."""
@@ -105,10 +126,14 @@ class RecordedStep:
     moments: dict[Boundary, int] = field(default_factory=dict)
     stored: dict[GroupKey, list[StoredLives]] = field(default_factory=dict)
     """Of storages that move with a group, in the order of saving."""
+    runs: list[ModuleRun] = field(default_factory=list)
 
 
 def recorded_step(
-    log: AllocationLog, boundaries: Sequence[NotedMoves], storages: Iterable[NotedStorage]
+    log: AllocationLog,
+    boundaries: Sequence[NotedMoves],
+    storages: Iterable[NotedStorage],
+    runs: Iterable[NotedRun] = (),
 ) -> RecordedStep:
     """Put together what the allocator and the engine have noted."""
     order = _Order(log.events)
@@ -124,6 +149,9 @@ def recorded_step(
         lived = _stored(storage, at, order, moving, found.moments)
         if lived is not None:
             found.stored.setdefault(storage.savers[0], []).append(lived)
+    for name, begins, ends, backward in ((run.name, run.begins, run.ends, run.backward) for run in runs):
+        if ends is not None and backward is not None:
+            found.runs.append(ModuleRun(name, *map(order.index_of, (begins, ends, backward))))
     return found
 
 

@@ -115,8 +115,8 @@ class MemoryModel:
     """Several chunks wait for their backward at once."""
 
     def early_share(self, job: Job, choices: Choices) -> float:
-        """Return the share of early releases that recur: under a budget of resident bytes, none has to."""
-        if job.bounds.resident_bytes is not None or not self.floor_bytes:
+        """Return the share of early releases that recur: none has to where anything was chosen."""
+        if job.bounds.resident_bytes is not None or choices or not self.floor_bytes:
             return 0.0
         return leaving_bytes(job.shapes, choices) / self.floor_bytes
 

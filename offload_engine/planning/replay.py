@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from offload_engine.planning.allocations import Life, RecordedStep, StoredLives
+from offload_engine.planning.allocations import Life, ModuleRun, RecordedStep, StoredLives
 from offload_engine.planning.memory import Job
-from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, Boundary, GroupKey
+from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, Boundary, GroupKey
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
@@ -130,16 +130,16 @@ class _MovedStep:
     # -- recomputation -----------------------------------------------------------------------------------------------
 
     def _recompute(self, groups: tuple[GroupKey, ...], option: RecomputeOption) -> None:
-        """Free what a module saved in its forward, and run its forward again in its backward."""
-        moments = self._step.moments
-        first, last = groups[0], groups[-1]
-        end, again = moments.get(Boundary(COMMIT, *last)), moments.get(Boundary(BACKWARD, *last))
+        """Free what a module saved in its forward, and run its forward again right before its backward."""
+        first = groups[0]
+        run = self._run_of(groups, option)
         stored = [each for group in groups for each in self._step.stored.get(group, ())]
         kept = _kept(stored, option)
-        if end is None or again is None or kept is None:
+        if run is None or kept is None:
             self.is_known = False
             return
-        begin = max([self._before(first), *(each.saved.begins + 1 for each in kept)])
+        end, again = run.ends, run.backward
+        begin = max([run.begins, *(each.saved.begins + 1 for each in kept)])
         freed = {id(each.saved): each for each in stored if each not in kept}
         lives = {id(life): life for life in self._step.lives if begin <= life.begins < end}
         lives |= {id(each.saved): each.saved for each in freed.values()}
@@ -172,6 +172,18 @@ class _MovedStep:
             self._uses[id(stored.returned)] = []
         if end is not None:
             self._uses[id(copy)].append(Use(end, True, copy))
+
+    def _run_of(self, groups: tuple[GroupKey, ...], option: RecomputeOption) -> ModuleRun | None:
+        """Return the run of the module around these groups; as far as boundaries show it, if it was not noted."""
+        moments, last = self._step.moments, groups[-1]
+        committed, again = moments.get(Boundary(COMMIT, *last)), moments.get(Boundary(BACKWARD, *last))
+        if committed is None or again is None:
+            return None
+        began = moments.get(Boundary(FORWARD, last.chunk), 0)
+        for run in reversed(self._step.runs):
+            if run.name == option.name and began <= run.begins <= committed:
+                return run
+        return ModuleRun(option.name, self._before(groups[0]), committed, again)
 
     def _before(self, first: GroupKey) -> int:
         """Return the moment at which the group before the first one has committed."""

@@ -252,7 +252,7 @@ def test_it_is_noted_when_a_storage_is_saved_copied_in_and_retired(monkeypatch: 
     account, found = Account(), list[NotedStorage]()
     for name, noted in (
         ("address_of", lambda _: 512),
-        ("recorded_step", lambda log, boundaries, all: found.extend(all)),
+        ("recorded_step", lambda log, boundaries, all, runs: found.extend(all)),
     ):
         monkeypatch.setattr(f"offload_engine._budget.allocations.{name}", noted)
     account._num_events = 5

@@ -21,6 +21,7 @@ from megatron_patches._model.recompute_options import RecomputeOptions
 from megatron_patches._model.sites import find_sites
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import ResidencyMeter
+from offload_engine._budget.module_runs import ModuleRuns
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.shapes import ChunkShape, GroupShape
 from tests.dist.launch import Pipeline, on_ranks
@@ -203,7 +204,7 @@ def test_each_set_of_offers_is_switched_on_as_it_was_chosen(model: str, offered:
     """Also where the groups of two small recomputations are those of a large one."""
     kind, settings, _ = MODELS[model]
     chunks = make_chunks(_config(kind, settings))
-    options = RecomputeOptions(chunks, PARTS_OF_EXPERTS)
+    options = RecomputeOptions(chunks, PARTS_OF_EXPERTS, ModuleRuns().begin)
     offers = options.find(_shapes(PARTS_OF_EXPERTS))
     assert {offer.name for offer in offers} == offered
     for layer in range(4):
@@ -230,7 +231,7 @@ def test_a_microbatch_without_gradients_changes_nothing_about_what_is_freed() ->
     names, _ = drop_parts(find_candidates(chunks[0].config, chunks, has_budget=True)[0])
     found = []
     for is_evaluated in (False, True):
-        options = RecomputeOptions(chunks, names)
+        options = RecomputeOptions(chunks, names, ModuleRuns().begin)
         run(chunks, 1)
         if is_evaluated:
             run(chunks, 1, forward_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_engine._budget.module_runs import ModuleRuns
 from offload_engine._compat import torch_private
 from offload_engine.frontends._common.session import is_in_backward
 from offload_engine.frontends._layers.caches import LayerCaches
@@ -37,10 +38,14 @@ class LayerWatch:
         layers: layers of the model.
         groups: groups of those layers.
         is_watching: returns whether to watch the running step.
+        runs: told when layers run.
     """
 
-    def __init__(self, layers: Sequence[Layer], groups: LayerGroups, is_watching: Callable[[], bool]) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], groups: LayerGroups, is_watching: Callable[[], bool], runs: ModuleRuns
+    ) -> None:
         self._groups = groups
+        self._runs = runs
         self._is_watching = is_watching
         self._watched = [_Watched(layer) for layer in layers]
         for watched in self._watched:
@@ -60,9 +65,11 @@ class LayerWatch:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_watching() and torch.is_grad_enabled() and not is_in_backward():
                 watched.begin(self._groups.open_layer is watched.layer.module, args, kwargs)
+                watched.end_run = self._runs.begin(watched.kind)
 
-        def after(*_: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_watching():
+                watched.end_run(output)
                 watched.end()
 
         return before, after
@@ -73,6 +80,8 @@ class _Watched:
 
     def __init__(self, layer: Layer) -> None:
         self.layer: Layer = layer
+        self.kind: str = type(layer.inner).__name__
+        self.end_run: Callable[[Any], None] = _ignore
         self._caches = LayerCaches(layer.inner)
         self._input_bytes = -1  # of the last forward that was watched
         self._before: _Effects | None = None
@@ -119,8 +128,7 @@ class _Watched:
         if freed <= 0 or self._input_bytes < 0 or not runs_once or self.reason():
             return None
         milliseconds = sum(group.forward_ms for _, group in found)
-        kind = type(self.layer.inner).__name__
-        return RecomputeOption(kind, frozenset(slot for slot, _ in found), freed, milliseconds)
+        return RecomputeOption(self.kind, frozenset(slot for slot, _ in found), freed, milliseconds)
 
     def _groups_in(self, shapes: Shapes) -> list[tuple[Slot, GroupShape]]:
         return [
@@ -133,6 +141,9 @@ class _Watched:
     def _effects(self) -> _Effects:
         buffers = sum(buffer._version for buffer in self.layer.inner.buffers() if not buffer.is_inference())
         return buffers, torch_private.num_collectives()
+
+
+def _ignore(_: Any) -> None: ...
 
 
 def _moving_bytes(inputs: tuple[Any, ...]) -> int:

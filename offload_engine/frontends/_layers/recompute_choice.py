@@ -35,7 +35,9 @@ class LayerRecompute:
         assert budget is not None
         self._decider: Decider = budget.decider
         self._has_gauge = engine.device.memory is not None
-        self._watch = LayerWatch(layers, groups, lambda: budget.state in (State.FLOOR, State.MEASURE))
+        self._watch = LayerWatch(
+            layers, groups, lambda: budget.state in (State.FLOOR, State.MEASURE), self._decider.runs
+        )
         self._switches = [CheckpointedLayer(layer, groups) for layer in layers]
         self._decider.find_options, self._decider.apply = self._find_options, self._apply
         self._has_logged = False
