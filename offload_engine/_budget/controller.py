@@ -75,7 +75,6 @@ class BudgetController(BudgetView):
         self._floor = FloorSteps(self._margin)
         self._num_steps = self._num_tries = 0
         self._awaits_time = False  # of the first step that holds: those that verify also reserve memory
-        self._may_reconsider = False
         self._has_trimmed = False  # for the first decision
         self._in_force = InForce(decider, keeping)
         self._hold = HoldWatch(decider, self._in_force, self._last)
@@ -222,7 +221,6 @@ class BudgetController(BudgetView):
             self._has_trimmed = True
             return self._gauge.trim()  # to measure again
         self._num_tries = 0
-        self._may_reconsider = True
         self._verifier.begin()
         self._gauge.trim()  # the blocks of fully offloaded steps would fit badly
         self._in_force.allow(allowance)
@@ -261,11 +259,9 @@ class BudgetController(BudgetView):
         self.measured = self.measured._replace(milliseconds=self._last.milliseconds)
         [measured_us] = self.decider.agree((round(_US * self._last.milliseconds),))
         self.decider.correct_time(measured_us / _US)
-        may_reconsider, self._may_reconsider = self._may_reconsider, False
-        allowance = self.decider.reconsider() if may_reconsider else None
+        allowance = self._verifier.reconsider()
         if allowance is None:
             return False
-        self._verifier.begin()
         self._in_force.allow(allowance)
         self._gauge.trim()
         self._go(State.VERIFY)

@@ -147,10 +147,8 @@ class Decider:
     def take(self, saved: SavedPlan | None, source: str) -> Allowance | None:
         """Begin with a decision that was made before; None if it takes more than the budget, or a rank has another."""
         taken = take(saved, source, self.budget_bytes, self.agree, self.meet)
-        if taken is None:  # one that was taken before stays in force, and is to be checked
-            return None
-        self._taken = taken
-        return taken.saved.allowance
+        self._taken = taken or self._taken  # one that was taken before stays in force, and is to be checked
+        return None if taken is None else taken.saved.allowance
 
     @property
     def is_unchecked(self) -> bool:
@@ -187,12 +185,11 @@ class Decider:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
         job, model, wasted, recorded = learned(job, recorder, gauge, self.agree, self._is_early_certain)
-        link = _measured_link(self._context, job.shapes, meet, self.start_together)
-        link = agreed_link(self.agree, link)
+        link = agreed_link(self.agree, _measured_link(self._context, job.shapes, meet, self.start_together))
         options = agreed_options(self.agree, self.find_options(job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
-        costs = Costs(link, options=options, floor_ms=floor_ms)
-        self.know(Known(job, model, costs, varied_share, recorded), round(_WASTED_SHARE * wasted))
+        costs, guard_bytes = Costs(link, options=options, floor_ms=floor_ms), round(_WASTED_SHARE * wasted)
+        self.know(Known(job, model, costs, varied_share, recorded), guard_bytes)
         return True
 
     def know(self, known: Known, guard_bytes: int) -> None:
@@ -255,25 +252,13 @@ class Decider:
 
     def reconsider(self) -> Allowance | None:
         """Decide again by corrected times; None if that saves too little for two more steps of verifying."""
-        before = self.chosen
-        assert before is not None
+        if self.chosen is None:
+            return None
         found = self._choose(self.actions, None)
-        if found.best.step_ms > _WORTH_A_CHANGE * before.best.step_ms:
+        if found.best.step_ms > _WORTH_A_CHANGE * self.chosen.best.step_ms:
             return None
         self.chosen = self._decisions[self.actions] = found
         return allowance_of(found, self._shapes())
-
-    def correct_floor(self, excess: Excess) -> bool:
-        """Correct the prediction of a floor that recomputes; return False if that in force is none, or gives no other.
-
-        What everything offloaded takes was measured: it is not affected.
-        """
-        known, chosen = self.known, self.chosen
-        if known is None or chosen is None or not chosen.best.recomputed_bytes or not self.is_at_floor:
-            return False
-        known.note_wasted(chosen.best, self.actions, excess.wasted)
-        self.correct(Excess(max(0, excess.allocated)))
-        return True
 
     def decide(self, actions: tuple[Action, ...] = (), *, is_alone: bool = False) -> Allowance:
         """Decide about steps with these actions, or with the measured ones.

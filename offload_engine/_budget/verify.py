@@ -36,12 +36,23 @@ class Verifier:
     def __init__(self, decider: Decider) -> None:
         self._decider = decider
         self._num_corrections = 0
+        self._may_reconsider = False
         self._totals: dict[tuple[Action, ...], list[int]] = {}  # excesses of steps with the decisions in force
 
     def begin(self) -> None:
         """Start verifying a first decision."""
         self._num_corrections = 0
+        self._may_reconsider = True
         self._totals.clear()
+
+    def reconsider(self) -> Allowance | None:
+        """Return what to allow instead, if corrected times show it to be faster; at most once after each `begin`."""
+        may_reconsider, self._may_reconsider = self._may_reconsider, False
+        allowance = self._decider.reconsider() if may_reconsider else None
+        if allowance is not None:
+            self._num_corrections = 0
+            self._totals.clear()
+        return allowance
 
     def settles(self, actions: tuple[Action, ...], excess: Excess) -> bool:
         """Note that a step of these actions has run; return whether it judges.
@@ -79,7 +90,7 @@ class Verifier:
             self._begin_again()
             decider.correct(excess)
             return decider.decide()
-        if is_over and self._num_corrections < _MAX_CORRECTIONS and decider.correct_floor(excess):
+        if is_over and self._num_corrections < _MAX_CORRECTIONS and self._corrects_floor(excess):
             self._begin_again()
             return decider.decide()
         decider.take_in(excess)
@@ -88,6 +99,18 @@ class Verifier:
         if decider.is_at_floor and best.held_bytes > decider.budget_bytes:
             logger.warning("%s", below_floor_text(decider.budget_bytes, best))
         return None
+
+    def _corrects_floor(self, excess: Excess) -> bool:
+        """Correct the prediction of a floor that recomputes; return whether it was one.
+
+        What a step takes with everything offloaded was measured, so that stays as it is.
+        """
+        decider, chosen, known = self._decider, self._decider.chosen, self._decider.known
+        if known is None or chosen is None or not (decider.is_at_floor and chosen.best.recomputed_bytes):
+            return False
+        known.note_wasted(chosen.best, decider.actions, excess.wasted)
+        decider.correct(Excess(max(0, excess.allocated)))
+        return True
 
     def _begin_again(self) -> None:
         self._num_corrections += 1
