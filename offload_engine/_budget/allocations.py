@@ -70,11 +70,11 @@ class AllocationNotes:
             self._storages[index][0].retired = self._last
             del self._alive[storage]
 
-    def begin_run(self, name: str) -> NotedRun | None:
-        """Note the begin of a module that `name` could recompute; None: nothing is noted."""
+    def begin_run(self, name: str, start: torch.Tensor | None) -> NotedRun | None:
+        """Note the begin of a module that `name` could recompute, starting from a tensor; None: nothing is noted."""
         if not self._is_on:
             return None
-        self._runs.append(NotedRun(name, self.now()))
+        self._runs.append(NotedRun(name, self.now(), 0 if start is None else address_of(start)))
         return self._runs[-1]
 
     def now(self) -> int:

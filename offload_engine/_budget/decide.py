@@ -131,7 +131,7 @@ class Decider:
         """Return the decision in force, or the one to begin with; None without one."""
         if self.chosen is None:
             return None if self._taken is None else self._taken.saved
-        return SavedPlan(allowance_of(self.chosen, self._shapes()), self.chosen.best.held_bytes)
+        return SavedPlan(allowance_of(self.chosen, self._shapes(), self.actions), self.chosen.best.held_bytes)
 
     def join(self, agree: Agree, agree_all: Agree) -> None:
         """Decide together with other ranks, within the smallest budget of those that decide alike. Each rank calls it.
@@ -258,7 +258,7 @@ class Decider:
         if found.best.step_ms > _WORTH_A_CHANGE * self.chosen.best.step_ms:
             return None
         self.chosen = self._decisions[self.actions] = found
-        return allowance_of(found, self._shapes())
+        return allowance_of(found, self._shapes(), self.actions)
 
     def decide(self, actions: tuple[Action, ...] = (), *, is_alone: bool = False) -> Allowance:
         """Decide about steps with these actions, or with the measured ones.
@@ -278,7 +278,7 @@ class Decider:
             recomputed = recomputed_by(self.chosen) if is_alone and not self.is_alone else None
             found = self._decisions[self.actions] = self._choose(self.actions, recomputed)
         self.chosen = found
-        return allowance_of(found, self._shapes())
+        return allowance_of(found, self._shapes(), self.actions)
 
     def is_decided(self, actions: tuple[Action, ...]) -> bool:
         """Return whether the decision in force is for steps of these actions, or these cannot be planned."""
@@ -288,12 +288,12 @@ class Decider:
         return () if self.known is None else self.known.job.shapes
 
     def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
-        known, guard = self.known, self.guard_bytes + self._left_bytes
+        known, guards = self.known, (self.guard_bytes, self._left_bytes)
         assert known is not None
         # Later, ranks may decide at different times, and must not wait for each other.
         agree = self.agree if self.is_alone or self.chosen is None else None
         try:
-            return known.choose(actions, self.budget_bytes, guard_bytes=guard, recomputed=recomputed, agree=agree)
+            return known.choose(actions, self.budget_bytes, *guards, recomputed=recomputed, agree=agree)
         except BudgetError as error:
             if self.chosen is None and self._taken is None:
                 raise

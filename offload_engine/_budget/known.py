@@ -19,7 +19,12 @@ from offload_engine.schedule import Action
 
 _MOST_EVENTS: Final = 60_000
 """Of all replays: these take about half a second."""
-_PEAK_TOLERANCE: Final = 1 / 64
+_MOST_REPLAYS: Final = 16
+_MOST_ROOMS: Final = 4
+_ROOM_STEPS: Final = 24
+_WORTH_A_REPLAY: Final = 0.995
+"""Share of the time of a step that fits by which another one is tried."""
+_PEAK_TOLERANCE: Final = 1 / 32
 
 
 class Known:
@@ -52,15 +57,16 @@ class Known:
         self.costs: Costs = costs
         self.varied_share: float = varied_share
         self._recorded = recorded
-        self._events_left = _MOST_EVENTS
+        self._replays_left = 0 if recorded is None else _num_replays(recorded)
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
 
     def choose(
         self,
         actions: tuple[Action, ...],
         budget_bytes: int,
-        *,
         guard_bytes: int = 0,
+        left_bytes: int = 0,
+        *,
         recomputed: frozenset[Slot] | None = None,
         must_fit: bool = True,
         agree: Agree | None = None,
@@ -68,32 +74,64 @@ class Known:
         """Choose for steps with these actions; see `planning.choose.choose`.
 
         Args:
+            actions: of the steps.
+            budget_bytes: see `choose`.
+            guard_bytes: of the budget, to be left by a step that was not replayed.
+            left_bytes: of the budget, to be left by any step.
+            recomputed: see `choose`.
+            must_fit: see `choose`.
             agree: with the ranks that choose the same now. What was chosen is then replayed, and another step chosen if
-                it would reserve too much. None: nothing is replayed.
+                it would reserve too much, or if less than expected leaves room. None: nothing is replayed.
         """
         steps = self._steps_of(actions)
+        settled: Chosen | None = None
         while True:
+            replays = agree is not None and self._can_replay(steps)
+            if settled is not None and not replays:
+                return settled
             chosen = choose(
                 steps.job,
-                self.model,
+                self.model.hoping(min(steps.wasted_bytes.values(), default=None)) if replays else self.model,
                 budget_bytes,
                 self._costs_of(steps),
                 must_fit=must_fit,
                 recomputed=recomputed,
                 steps=steps,
-                guard_bytes=guard_bytes,
+                guard_bytes=left_bytes if replays else guard_bytes + left_bytes,
             )
-            if agree is None or not self._replay(steps, chosen.best, agree):
+            best = chosen.best
+            if agree is None or not replays or best.decision == Decision() or best.decision in steps.wasted_bytes:
                 return chosen
+            if settled is not None and best.step_ms > _WORTH_A_REPLAY * settled.best.step_ms:
+                return settled
+            settled = self._fitted(steps, chosen, budget_bytes - left_bytes, agree) or settled
 
-    def _replay(self, steps: Steps, best: Prediction, agree: Agree) -> bool:
-        """Replay a step, if that has not been done; return whether more is known about it now."""
+    def _fitted(self, steps: Steps, chosen: Chosen, limit_bytes: int, agree: Agree) -> Chosen | None:
+        """Replay what was chosen, and if it does not fit, the same with less room; return what fits."""
+        best, predictor = chosen.best, Predictor(steps.job, self.model, self._costs_of(steps), steps)
+        for _ in range(_MOST_ROOMS):
+            wasted = self._replay(steps, best, agree)
+            if wasted is None:
+                return None
+            overhead = self.model.overhead_bytes - self.model.wasted_bytes + wasted
+            over = best.allocated_bytes + overhead - limit_bytes
+            if over <= 0:
+                chosen = chosen._replace(best=best)
+                return self.remeasured(chosen, steps.job.actions, limit_bytes + over, overhead)
+            choices, room = best.decision
+            if room is None or not self._can_replay(steps):
+                return None
+            best = predictor.predict(Decision(choices, room - max(over, room // _ROOM_STEPS)))
+        return None
+
+    def _can_replay(self, steps: Steps) -> bool:
+        return self._recorded is not None and self._replays_left > 0 and steps.job.actions == self.job.actions
+
+    def _replay(self, steps: Steps, best: Prediction, agree: Agree) -> int | None:
+        """Return what the allocator would reserve in vain; None: nothing is replayed any more, as this is not known."""
         decision, recorded = best.decision, self._recorded
-        if recorded is None or steps.job.actions != self.job.actions:
-            return False
-        if decision == Decision() or decision in steps.wasted_bytes or recorded.num_events > self._events_left:
-            return False
-        self._events_left -= recorded.num_events
+        assert recorded is not None
+        self._replays_left -= 1
         found = replayed(recorded, self.job, decision, self.costs.options)
         peak = best.allocated_bytes
         # The peak is known from measurements, too: a replay that comes to another one has missed something.
@@ -102,9 +140,9 @@ class Known:
         wasted, is_unsound = agree((own, int(not is_sound)))
         if is_unsound:
             self._recorded = None
-            return False
+            return None
         steps.wasted_bytes[decision] = wasted
-        return True
+        return wasted
 
     def note_wasted(self, prediction: Prediction, actions: tuple[Action, ...], more_bytes: int) -> None:
         """Note that steps of a decision reserve so much more in vain than was predicted."""
@@ -159,3 +197,7 @@ class Known:
             job = dataclasses.replace(self.job, actions=actions)
             self._steps[actions] = Steps(job, self.costs.link, self.costs.options)
         return self._steps[actions]
+
+
+def _num_replays(recorded: RecordedStep) -> int:
+    return min(_MOST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events))

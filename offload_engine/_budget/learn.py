@@ -37,6 +37,9 @@ def learned(
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     model = make_memory_model(job, memory, is_early_certain=is_early_certain)
     recorded = recorder.allocations()
-    wasted, lacks_record = agree((wasted, int(recorded is None)))
+    num_events = 0 if recorded is None else recorded.num_events
+    wasted, lacks_record, most_events = agree((wasted, int(recorded is None), num_events))
+    if recorded is not None:
+        recorded.most_events = most_events
     model = agreed_model(agree, model, job.residents(Choices()).before)
     return job, model, wasted, None if lacks_record else recorded

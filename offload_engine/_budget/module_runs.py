@@ -24,10 +24,11 @@ class ModuleRuns:
     def __init__(self) -> None:
         self.notes: AllocationNotes | None = None
 
-    def begin(self, name: str) -> Callable[[Any], None]:
+    def begin(self, name: str, inputs: Any = ()) -> Callable[[Any], None]:
         """Note the begin of a forward of what `name` recomputes; call the result at its end, with what it returns."""
         notes = self.notes
-        run = None if notes is None or not torch.is_grad_enabled() else notes.begin_run(name)
+        is_on = notes is not None and torch.is_grad_enabled()
+        run = notes.begin_run(name, _first_with_gradient(inputs)) if notes is not None and is_on else None
 
         def end(output: Any) -> None:
             if notes is None or run is None:
@@ -43,9 +44,9 @@ class ModuleRuns:
         return end
 
 
-def _first_with_gradient(output: Any) -> torch.Tensor | None:
-    if isinstance(output, dict):
-        output = output.values()
-    elif not isinstance(output, (tuple, list)):
-        output = (output,)
-    return next((each for each in output if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
+def _first_with_gradient(values: Any) -> torch.Tensor | None:
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        values = (values,)
+    return next((each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)

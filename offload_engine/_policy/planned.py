@@ -41,7 +41,8 @@ class PlannedPolicy(Policy):
     """Follows a plan made from the schedule's actions and the shapes that earlier steps have shown.
 
     Plans are memoised by their inputs, so a step with another number of microbatches has its own. Without a schedule,
-    and until every virtual stage has shown its shape, a reactive policy with the same bounds answers.
+    and until every virtual stage has shown its shape, a reactive policy with the same bounds answers. Where no step has
+    a schedule, a budget tells which actions it has seen.
 
     If a group differs from the planned one, its chunk continues without the plan, and the group is counted. It is
     copied out at its commit, and in when its backward begins. Results never depend on the plan.
@@ -66,6 +67,7 @@ class PlannedPolicy(Policy):
         self._own_reactive = reactive
         self._planner = Planner()
         self._has_schedule = self._is_whole_step = False
+        self._assumed: tuple[Action, ...] = ()  # of steps without a schedule
         self._log = ShapeLog()
         self._shapes: Shapes = ()  # from which the plan was made
         self._scheduled: set[ChunkKey] = set()  # the chunks of the plan
@@ -76,6 +78,7 @@ class PlannedPolicy(Policy):
     def allow(self, allowance: Allowance) -> None:
         """See `Policy`."""
         self.choices = allowance.choices
+        self._assumed = allowance.actions
         room = allowance.room_bytes
         if room is None:
             self._bounds, self._reactive = self.own_bounds, self._own_reactive
@@ -95,7 +98,9 @@ class PlannedPolicy(Policy):
         """See `Policy`."""
         self._is_whole_step = _is_whole_step(actions)
         self._has_schedule |= self._is_whole_step
-        shapes = self._shown(actions) if self._is_whole_step else None
+        if not (actions or self._has_schedule):
+            actions = self._assumed
+        shapes = self._shown(actions) if _is_whole_step(actions) else None
         self._shapes = shapes or ()
         self._scheduled = {key for _, key in actions}
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)

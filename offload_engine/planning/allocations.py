@@ -79,6 +79,8 @@ class NotedRun:
     name: str
     """Name of the recomputation."""
     begins: int
+    input_at: int = 0
+    """Address of what the recomputation starts from; 0: not known."""
     ends: int | None = None
     backward: int | None = None
     """When its backward has begun."""
@@ -111,6 +113,7 @@ class ModuleRun(NamedTuple):
     begins: int
     ends: int
     backward: int
+    input: Life | None = None
 
 
 @dataclass
@@ -127,6 +130,8 @@ class RecordedStep:
     stored: dict[GroupKey, list[StoredLives]] = field(default_factory=dict)
     """Of storages that move with a group, in the order of saving."""
     runs: list[ModuleRun] = field(default_factory=list)
+    most_events: int = 0
+    """Of the ranks that decide alike: all replay as often."""
 
 
 def recorded_step(
@@ -149,9 +154,10 @@ def recorded_step(
         lived = _stored(storage, at, order, moving, found.moments)
         if lived is not None:
             found.stored.setdefault(storage.savers[0], []).append(lived)
-    for name, begins, ends, backward in ((run.name, run.begins, run.ends, run.backward) for run in runs):
-        if ends is not None and backward is not None:
-            found.runs.append(ModuleRun(name, *map(order.index_of, (begins, ends, backward))))
+    for run in runs:
+        if run.ends is not None and run.backward is not None:
+            begins, ends, backward = map(order.index_of, (run.begins, run.ends, run.backward))
+            found.runs.append(ModuleRun(run.name, begins, ends, backward, _alive_at(at, run.input_at, begins)))
     return found
 
 

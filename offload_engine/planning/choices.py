@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from offload_engine.schedule import Action
+
 
 class Choice(enum.Enum):
     """How a group is treated."""
@@ -78,6 +80,8 @@ class Allowance:
     """Bytes that groups have saved, on device or host, when a step's first backward begins; None: not known yet."""
     slots: frozenset[Slot] = frozenset()
     """Every slot for which a choice was made; empty: not known."""
+    actions: tuple[Action, ...] = field(default=(), compare=False)
+    """Of the steps that it is for; empty: not known. Steps whose schedule is not told are taken for such."""
 
 
 class Named(Protocol):

@@ -7,14 +7,14 @@ simulated, and the shortest step is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Prediction, Predictor, held_with, with_busy_ratio
-from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly
+from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly, first_layers
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
@@ -27,6 +27,9 @@ _SHARE_STEPS: Final = (0.125, 0.0625)
 """Distances from the best share at which more shares are tried, in both directions."""
 _EQUAL: Final = 1.0005
 """Steps within this ratio take the same time: then the one that moves less is better."""
+
+
+_Part = Callable[[Collection[RecomputeOption], float], list[RecomputeOption]]
 
 
 class Chosen(NamedTuple):
@@ -244,16 +247,19 @@ class _Chooser:
         options = [option for option in self._options() if option.ms_per_byte < limit]
         if not options:
             return []
-        found = {share: self._recomputing(options, share) for share in _SHARES_RECOMPUTED}
+        return [*self._recomputing(options, evenly), *self._recomputing(options, first_layers)]
+
+    def _recomputing(self, options: Sequence[RecomputeOption], part: _Part) -> Iterable[Prediction]:
+        def of_share(share: float) -> Prediction:
+            return self._predictor.predict(self._with_room(_recomputed(part(options, share))))
+
+        found = {share: of_share(share) for share in _SHARES_RECOMPUTED}
         for step in _SHARE_STEPS:
             share = min(found, key=lambda share: self._rank(found[share]))
             for other in (share - step, share + step):
                 if 0 < other <= 1 and other not in found:
-                    found[other] = self._recomputing(options, other)
-        return list(found.values())
-
-    def _recomputing(self, options: Sequence[RecomputeOption], share: float) -> Prediction:
-        return self._predictor.predict(self._with_room(_recomputed(evenly(options, share))))
+                    found[other] = of_share(other)
+        return found.values()
 
     def _rank(self, each: Prediction) -> tuple[bool, float]:
         return each.held_bytes > self.limit_bytes, each.step_ms

@@ -113,6 +113,8 @@ class MemoryModel:
     """Most bytes allocated if everything is offloaded."""
     is_pipeline: bool = False
     """Several chunks wait for their backward at once."""
+    moving_share: float = _WASTED_MOVING
+    """Share of `wasted_bytes` that steps reserve in vain which move something, but less than everything."""
 
     def early_share(self, job: Job, choices: Choices) -> float:
         """Return the share of early releases that recur: none has to where anything was chosen."""
@@ -162,7 +164,7 @@ class MemoryModel:
         if residents.moved_bytes >= self.floor_moved_bytes:
             return self.wasted_bytes  # as measured
         if residents.moved_bytes:
-            return round(_WASTED_MOVING * self.wasted_bytes)
+            return round(self.moving_share * self.wasted_bytes)
         if not self.is_pipeline:
             return round(_WASTED_KEEPING * self.wasted_bytes)
         beyond = round(_WASTED_BEYOND * (self._peak(residents, 0.0) - self.floor_peak_bytes))
@@ -171,6 +173,12 @@ class MemoryModel:
     def peak_boundary(self, residents: Mapping[Boundary, int]) -> Boundary | None:
         """Return the boundary before which the peak is; None if nothing was measured."""
         return max(residents, key=lambda boundary: self._peak_at(boundary, residents[boundary], 0.0), default=None)
+
+    def hoping(self, wasted_bytes: int | None) -> MemoryModel:
+        """Return a model by which steps that move something reserve as little in vain as one that was replayed."""
+        if wasted_bytes is None or not self.wasted_bytes:
+            return self
+        return replace(self, moving_share=min(self.moving_share, wasted_bytes / self.wasted_bytes))
 
     def corrected(self, excess: Excess) -> MemoryModel:
         """Return the model corrected by a step that took `excess` more than predicted."""

@@ -128,7 +128,7 @@ class Predictor:
             *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
             busy=busy,
-            overhead_bytes=self.model.overhead_with(residents, self.steps.wasted_bytes.get(decision)),
+            overhead_bytes=self.model.overhead_with(residents, self.steps.wasted_with(decision)),
         )
 
     def _fitted_ms(self, outcome: Outcome) -> float:
@@ -229,7 +229,7 @@ def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:
     """Predict the most bytes that the process holds under a decision."""
     job, _, residents = steps.planned(decision)
     share = model.early_share(job, decision.choices)
-    return model.held_with(residents, share, steps.wasted_bytes.get(decision))
+    return model.held_with(residents, share, steps.wasted_with(decision))
 
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:

@@ -81,6 +81,18 @@ def evenly(options: Collection[RecomputeOption], share: float) -> list[Recompute
     return found
 
 
+def first_layers(options: Collection[RecomputeOption], share: float) -> list[RecomputeOption]:
+    """Return a share of the options of each virtual stage, at least one, those of its first layers.
+
+    The last layers have no time to leave before their backward, and what they would free comes back where the backward
+    begins, which is mostly where the peak is. What the first layers free counts there.
+    """
+    by_stage: dict[int, list[RecomputeOption]] = {}
+    for option in sorted(options, key=lambda option: min(slot.layer for slot in option.replaces)):
+        by_stage.setdefault(min(slot.stage for slot in option.replaces), []).append(option)
+    return [option for same in by_stage.values() for option in same[: max(1, round(share * len(same)))]]
+
+
 def with_recomputation(shapes: Shapes, options: Collection[RecomputeOption]) -> Shapes:
     """Return the shapes of chunks that recompute what `options` say: fewer bytes, longer backwards.
 

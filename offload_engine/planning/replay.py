@@ -134,10 +134,12 @@ class _MovedStep:
         first = groups[0]
         run = self._run_of(groups, option)
         stored = [each for group in groups for each in self._step.stored.get(group, ())]
-        kept = _kept(stored, option)
+        kept = None if run is None else _kept(stored, option, run.input)
         if run is None or kept is None:
             self.is_known = False
             return
+        if run.input is not None and not kept:
+            self._keep_input(run.input, groups)
         end, again = run.ends, run.backward
         begin = max([run.begins, *(each.saved.begins + 1 for each in kept)])
         freed = {id(each.saved): each for each in stored if each not in kept}
@@ -161,6 +163,19 @@ class _MovedStep:
         runs.sort(key=lambda run: run[0])
         for number, (_, is_end, copy) in enumerate(runs):
             self._uses[id(copy)].append(Use(Place(again, _AFTER_MOVES, number), is_end, copy))
+
+    def _keep_input(self, start: Life, groups: tuple[GroupKey, ...]) -> None:
+        """Keep what nothing else saves: a recomputation starts from it, so it is there until its backward is over."""
+        group = next((group for group in groups if group in self._released and group in self._returned), None)
+        over = self._end_of_output([], groups[0])
+        end = _end_of(start)
+        if group is None or end is None:
+            self._uses[id(start)] = [*_as_recorded(start)[:1], Use(over, True, start)]
+            return
+        back = Life(start.at, start.nbytes, start.stream)
+        self._lives.append(back)
+        self._uses[id(start)] = [*_as_recorded(start)[:1], Use(max(end, self._released[group]), True, start)]
+        self._uses[id(back)] = [Use(self._returned[group], False, back), Use(over, True, back)]
 
     def _free_early(self, stored: StoredLives, copy: Life) -> None:
         """Free a storage when the last group that read it has run; `copy` is there in the backward instead."""
@@ -201,9 +216,14 @@ class _MovedStep:
         return Place(self._step.num_events if following is None else following, _MOVED, -1)
 
 
-def _kept(stored: list[StoredLives], option: RecomputeOption) -> list[StoredLives] | None:
-    """Return the storages that stay saved, for the recomputation to start from: those allocated first."""
+def _kept(stored: list[StoredLives], option: RecomputeOption, start: Life | None) -> list[StoredLives] | None:
+    """Return the storages that stay saved, for the recomputation to start from: those allocated first.
+
+    None of them, if it starts from what no group has saved. None: not known.
+    """
     left = sum(rounded(each.saved.nbytes) for each in stored) - option.freed_bytes
+    if start is not None and all(each.saved is not start for each in stored):
+        left -= rounded(start.nbytes)
     found = []
     for each in sorted(stored, key=lambda each: each.saved.begins):
         if left < rounded(each.saved.nbytes):

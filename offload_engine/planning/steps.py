@@ -62,7 +62,7 @@ class Steps:
         options: what can be recomputed.
 
     Attributes:
-        wasted_bytes: by decision, what the allocator would reserve in vain, if the step of it was replayed.
+        wasted_bytes: by decision, what the allocator would reserve in vain, if the step of it was replayed; in order.
     """
 
     def __init__(self, job: Job, link: Link, options: tuple[RecomputeOption, ...] = ()) -> None:
@@ -75,6 +75,11 @@ class Steps:
         # Bytes and times differ from decision to decision, boundaries do not.
         self._of_actions = tuple(tuple(step_boundaries([action], job.shapes)[:-1]) for action in job.actions)
         self._boundaries = tuple(step_boundaries(job.actions, job.shapes))
+
+    def wasted_with(self, decision: Decision) -> int | None:
+        """Return what the allocator would reserve in vain, or did in the last replay with other room; None: unknown."""
+        like = (wasted for other, wasted in reversed(self.wasted_bytes.items()) if other.choices == decision.choices)
+        return self.wasted_bytes.get(decision, next(like, None))
 
     def planned(self, decision: Decision) -> PlannedStep:
         """Return the plan of a step, and where its groups are."""

@@ -65,7 +65,7 @@ class LayerWatch:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_watching() and torch.is_grad_enabled() and not is_in_backward():
                 watched.begin(self._groups.open_layer is watched.layer.module, args, kwargs)
-                watched.end_run = self._runs.begin(watched.kind)
+                watched.end_run = self._runs.begin(watched.kind, (*args, *kwargs.values()))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_watching():
