@@ -240,9 +240,9 @@ class BudgetController(BudgetView):
         excess = Excess(total - wasted, wasted)
         if self._verifier.settles(self.decider.actions, excess):
             self.decider.correct_time(measured_us / _US)
+        elif not was_settled:
+            return self._gauge.trim()  # the blocks of groups that no plan knew would fit badly
         elif self._verifier.fits(excess):
-            if not was_settled:
-                self._gauge.trim()  # the blocks of groups that no plan knew would fit badly
             return None
         allowance = self._verifier.judge(excess)
         if allowance is None:

@@ -101,12 +101,14 @@ class Verifier:
         return None
 
     def _corrects_floor(self, excess: Excess) -> bool:
-        """Correct the prediction of a floor that recomputes; return whether it was one.
+        """Correct what a floor that recomputes reserves in vain; return whether it was one.
 
         What a step takes with everything offloaded was measured, so that stays as it is.
         """
         decider, chosen, known = self._decider, self._decider.chosen, self._decider.known
         if known is None or chosen is None or not (decider.is_at_floor and chosen.best.recomputed_bytes):
+            return False
+        if excess.wasted <= 0:
             return False
         known.note_wasted(chosen.best, decider.actions, excess.wasted)
         decider.correct(Excess(max(0, excess.allocated)))

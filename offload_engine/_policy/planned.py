@@ -77,6 +77,8 @@ class PlannedPolicy(Policy):
 
     def allow(self, allowance: Allowance) -> None:
         """See `Policy`."""
+        if allowance.choices.recomputed != self.choices.recomputed:
+            self._log.forget()  # groups save less, or more, from now on
         self.choices = allowance.choices
         self._assumed = allowance.actions
         room = allowance.room_bytes

@@ -63,6 +63,10 @@ class ShapeLog:
             known = self._shapes.get(stage)
             self._shapes[stage] = _joined(shapes if known is None else [known, *shapes]) or _joined(shapes)
 
+    def forget(self) -> None:
+        """Forget all shapes, because the next step has others."""
+        self._shapes.clear()
+
     def clear(self) -> None:
         """Forget the running step."""
         self._tails.clear()
