@@ -19,7 +19,7 @@ from offload_engine.schedule import Action
 
 _MOST_EVENTS: Final = 60_000
 """Of all replays: these take about half a second."""
-_MOST_REPLAYS: Final = 16
+_MOST_REPLAYS: Final = 16  # for one choice
 _MOST_ROOMS: Final = 4
 _ROOM_STEPS: Final = 24
 _WORTH_A_REPLAY: Final = 0.995
@@ -57,7 +57,7 @@ class Known:
         self.costs: Costs = costs
         self.varied_share: float = varied_share
         self._recorded = recorded
-        self._replays_left = 0 if recorded is None else _num_replays(recorded)
+        self._replays_left = 0  # of the running choice
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
 
     def choose(
@@ -84,11 +84,9 @@ class Known:
                 it would reserve too much, or if less than expected leaves room. None: nothing is replayed.
         """
         steps = self._steps_of(actions)
-        settled: Chosen | None = None
+        self._replays_left = 0 if self._recorded is None else _num_replays(self._recorded)
         while True:
             replays = agree is not None and self._can_replay(steps)
-            if settled is not None and not replays:
-                return settled
             chosen = choose(
                 steps.job,
                 self.model.hoping(min(steps.wasted_bytes.values(), default=None)) if replays else self.model,
@@ -99,30 +97,39 @@ class Known:
                 steps=steps,
                 guard_bytes=left_bytes if replays else guard_bytes + left_bytes,
             )
-            best = chosen.best
-            if agree is None or not replays or best.decision == Decision() or best.decision in steps.wasted_bytes:
+            if agree is None or self._recorded is None:
                 return chosen
-            if settled is not None and best.step_ms > _WORTH_A_REPLAY * settled.best.step_ms:
+            settled = self._best_known(steps, chosen, budget_bytes - left_bytes)
+            if not replays:
+                return settled or chosen
+            if not _is_known(steps, chosen.floor):
+                self._replay(steps, chosen.floor, agree)
+            elif _is_known(steps, chosen.best):
+                return chosen
+            elif settled is not None and chosen.best.step_ms > _WORTH_A_REPLAY * settled.best.step_ms:
                 return settled
-            settled = self._fitted(steps, chosen, budget_bytes - left_bytes, agree) or settled
+            else:
+                self._replay_rooms(steps, chosen.best, budget_bytes - left_bytes, agree)
 
-    def _fitted(self, steps: Steps, chosen: Chosen, limit_bytes: int, agree: Agree) -> Chosen | None:
-        """Replay what was chosen, and if it does not fit, the same with less room; return what fits."""
-        best, predictor = chosen.best, Predictor(steps.job, self.model, self._costs_of(steps), steps)
+    def _best_known(self, steps: Steps, chosen: Chosen, limit_bytes: int) -> Chosen | None:
+        """Return the choice with the shortest step that fits, of those that were replayed or measured."""
+        predictor = Predictor(steps.job, self.model, self._costs_of(steps), steps)
+        known = map(predictor.predict, (Decision(), *steps.wasted_bytes))
+        fitting = [each for each in known if each.held_bytes <= limit_bytes]
+        return chosen._replace(best=min(fitting, key=lambda each: each.step_ms)) if fitting else None
+
+    def _replay_rooms(self, steps: Steps, best: Prediction, limit_bytes: int, agree: Agree) -> None:
+        """Replay what was chosen, and if it does not fit, the same with less room."""
+        predictor = Predictor(steps.job, self.model, self._costs_of(steps), steps)
         for _ in range(_MOST_ROOMS):
             wasted = self._replay(steps, best, agree)
-            if wasted is None:
-                return None
-            overhead = self.model.overhead_bytes - self.model.wasted_bytes + wasted
-            over = best.allocated_bytes + overhead - limit_bytes
-            if over <= 0:
-                chosen = chosen._replace(best=best)
-                return self.remeasured(chosen, steps.job.actions, limit_bytes + over, overhead)
             choices, room = best.decision
-            if room is None or not self._can_replay(steps):
-                return None
+            if wasted is None or room is None or not self._can_replay(steps):
+                return
+            over = best.allocated_bytes + self.model.overhead_bytes - self.model.wasted_bytes + wasted - limit_bytes
+            if over <= 0:
+                return
             best = predictor.predict(Decision(choices, room - max(over, room // _ROOM_STEPS)))
-        return None
 
     def _can_replay(self, steps: Steps) -> bool:
         return self._recorded is not None and self._replays_left > 0 and steps.job.actions == self.job.actions
@@ -197,6 +204,11 @@ class Known:
             job = dataclasses.replace(self.job, actions=actions)
             self._steps[actions] = Steps(job, self.costs.link, self.costs.options)
         return self._steps[actions]
+
+
+def _is_known(steps: Steps, prediction: Prediction) -> bool:
+    """Return whether that step was measured, with everything offloaded, or replayed."""
+    return prediction.decision == Decision() or prediction.decision in steps.wasted_bytes
 
 
 def _num_replays(recorded: RecordedStep) -> int:
