@@ -21,7 +21,7 @@ from offload_engine.planning.choose import choose
 from offload_engine.planning.memory import Excess
 from offload_engine.planning.predict import Costs, held_with
 from offload_engine.planning.steps import Decision, Steps
-from tests.cpu.test_choose import GIB, one_rank
+from tests.cpu.test_choose import GIB, layer_options, one_rank
 
 
 @pytest.mark.parametrize(
@@ -175,3 +175,48 @@ def test_a_plan_that_was_given_and_does_not_fit_is_said_once(caplog: pytest.LogC
     for _ in range(3):
         watch.answer(BUDGET + 1, is_window_over=False)
     assert watch.wants_measure and len(caplog.records) == 1
+
+
+# -- second thoughts --------------------------------------------------------------------------------------------------
+
+
+def verified(share: float, *, at_floor: bool = False) -> tuple[Any, Verifier]:
+    """Return a decider of a job that may recompute, in its decision or the lowest one, and its verifier.
+
+    Args:
+        share: of the bytes between everything offloaded and nothing, in the budget.
+        at_floor: the floor is in force.
+    """
+    job, model = one_rank(more_bytes=0)
+    known = Known(job, model, Costs(options=layer_options(job)))
+    ends = known.choose(job.actions, 1 << 50)
+    everything = held_with(model, Steps(job, Costs().link), Decision())
+    budget = round(everything + share * (ends.top.held_bytes - everything))
+    decider: Any = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    decider.known = known
+    decider.decide()
+    if at_floor:
+        decider.chosen = decider.chosen._replace(best=decider.chosen.floor)
+    verifier = Verifier(decider)
+    verifier.begin()
+    return decider, verifier
+
+
+def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster() -> None:
+    for slower, is_changed in ((1.01, False), (1.1, True)):
+        decider, verifier = verified(0.3)
+        first = decider.chosen.best
+        decider.chosen = decider.chosen._replace(best=first._replace(step_ms=slower * first.step_ms))
+        assert (verifier.reconsider() is not None) == is_changed
+        decider.chosen = decider.chosen._replace(best=first._replace(step_ms=2 * first.step_ms))
+        assert verifier.reconsider() is None
+
+
+def test_a_floor_that_recomputes_and_reserves_too_much_gives_way_to_what_was_measured() -> None:
+    decider, verifier = verified(0.01, at_floor=True)
+    floor, over = decider.chosen.best, decider.budget_bytes - decider.chosen.best.held_bytes + 1
+    assert floor.recomputed_bytes and verifier.judge(Excess(over, 0)) is None, "less is not possible"
+    decider, verifier = verified(0.01, at_floor=True)
+    allowance = verifier.judge(Excess(0, over + 4 * GIB))
+    assert allowance is not None and decider.chosen.best.decision != floor.decision
+    assert decider.chosen.best.held_bytes <= decider.budget_bytes

@@ -28,7 +28,7 @@ from offload_engine.planning.moves import CHUNK_BACKWARD
 from offload_engine.planning.plan import validate_plan
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.predict import Costs, Prediction, Predictor
-from offload_engine.planning.recompute import RecomputeOption, evenly, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, evenly, first_layers, with_recomputation
 from offload_engine.planning.saved_plan import parse_saved
 from offload_engine.planning.shapes import GroupShape
 from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
@@ -264,6 +264,18 @@ def test_what_is_recomputed_is_spread_over_the_layers_and_cheap_names_come_first
     assert layers(0.25) == [("a", 0), ("a", 2), ("a", 4), ("a", 6)] and layers(0.001) == [("a", 0)]
     assert layers(0.625) == [("a", layer) for layer in range(8)] + [("b", 0), ("b", 4)]
     assert len(layers(1.0)) == 16
+    of_first = first_layers([*cheap, *dear[::-1]], 0.25)
+    assert sorted(of_first, key=lambda each: each.name) == [cheap[0], cheap[1], dear[0], dear[1]]
+
+
+def test_the_first_layers_are_recomputed_where_that_takes_less_memory() -> None:
+    """What the last layers free comes back when the backward begins."""
+    job, model = one_rank(more_bytes=0)
+    costs = Costs(options=tuple(dataclasses.replace(each, comes_back=True) for each in layer_options(job)))
+    ends = choose(job, model, 1 << 50, costs)
+    budget = ends.floor.held_bytes + (ends.top.held_bytes - ends.floor.held_bytes) * 2 // 5
+    found = choose(job, model, budget, costs).best.decision.choices.recomputed
+    assert {slot.layer for slot in found} == {0, 1, 2, 3}
 
 
 # -- the model of memory ----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from offload_engine import (
 )
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.moves import DROP
 from offload_engine.planning.plan import format_plan, validate_plan
 from offload_engine.planning.simulate import PipelineJob
@@ -45,10 +46,12 @@ class Bench:
         config = config or OffloadConfig(policy=Planned(**bounds))
         self.engine = OffloadEngine(config.replace(min_tensor_bytes=0), self.device)
 
-    def step(self, actions: Sequence[Action], save: str | Save = "a b a b") -> None:
-        """Run a step whose chunks save as `save` does, or groups of the names in it."""
+    def step(
+        self, actions: Sequence[Action], save: str | Save = "a b a b", told: Sequence[Action] | None = None
+    ) -> None:
+        """Run a step whose chunks save as `save` does, or groups of the names in it; `told`: to the engine."""
         saved: dict[ChunkKey, tuple[ChunkOffloadHandler, list[object]]] = {}
-        with self.engine.iteration(actions):
+        with self.engine.iteration(actions if told is None else told):
             for kind, key in actions:
                 if kind == "F":
                     chunk = self.engine.start_chunk(key)
@@ -207,6 +210,29 @@ def test_without_a_whole_schedule_there_is_no_plan(order: str) -> None:
     assert bench.engine.plan is None
 
 
+def test_steps_without_a_schedule_follow_the_plan_of_what_a_budget_has_seen() -> None:
+    bench, actions = Bench(), parse_actions("F0.0 B0.0")
+    policy: Any = bench.engine._executor.policy
+    for seen in (actions, ()):
+        policy.allow(Allowance(actions=tuple(seen)))
+        for _ in range(2):
+            bench.step(actions, told=())
+            assert (bench.engine.plan is not None) == (bool(seen) and _ > 0)
+
+
+def test_shapes_are_forgotten_where_recomputation_changes() -> None:
+    """Bytes of shapes only grow, so that what is recomputed would leave by the plan of larger groups."""
+    bench = Bench()
+    policy: Any = bench.engine._executor.policy
+    for _ in range(2):
+        bench.step(PIPELINE)
+    bench.check_planned()
+    kept = frozenset({Slot(0, 0, "a", 0)})
+    for choices, is_known in ((Choices(kept), True), (Choices(recomputed=kept), False)):
+        policy.allow(Allowance(choices))
+        assert (policy.shapes(PIPELINE) is not None) == is_known
+
+
 def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
     bench = Bench(resident_bytes=3 * GROUP_BYTES)
     for _ in range(2):
@@ -243,6 +269,9 @@ def test_completed_copies_are_released_unless_their_room_is_budgeted(bounds: dic
         bench.step(PIPELINE)
         assert policy.releases_completed is not bool(bounds)
     bench.check_planned()
+    policy.allow(Allowance(Choices(frozenset({Slot(0, 0, "a", 0)}))))
+    bench.step(PIPELINE)
+    assert not policy.releases_completed
 
 
 @pytest.mark.parametrize("bounds", [{}, {"resident_bytes": 1 << 20}], ids=str)
