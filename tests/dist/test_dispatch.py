@@ -81,7 +81,8 @@ def test_the_step_after_one_that_raised() -> None:
     with apply(ALL, modules=case.names) as handle:
         chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
         layer, declared = decoder_of(chunks[-1]).layers[-1], list[int]()
-        for module in (layer.self_attention.linear_proj, layer.mlp.router, unwrap(chunks[-1]).output_layer):
+        head: Any = unwrap(chunks[-1]).output_layer
+        for module in (layer.self_attention.linear_proj, layer.mlp.router, head):
             hook = module.register_forward_hook(mock.Mock(side_effect=[None, ArithmeticError("in the second call")]))
             with pytest.raises(ArithmeticError) as _:  # whose frames hold residuals
                 run(chunks, 3)
