@@ -298,10 +298,12 @@ def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
     policy.clear()
     policy.at(BACKWARD, chunk, None)
     assert policy._expected_bytes == 8 and not policy._within_budget
-    delaying = LowestPeakPolicy(ByteCounters(None), LeavingQueue())
+    horizon = HorizonBytes(ByteCounters(None), None)
+    delaying = LowestPeakPolicy(ByteCounters(None), LeavingQueue(), horizon)
     delaying._delayed.append(group(0))
+    horizon.count_issued(group(1))
     delaying.clear()
-    assert not delaying._delayed
+    assert not delaying._delayed and not horizon._recalled
 
 
 def test_all_copy_outs_are_released_at_the_end_of_an_iteration() -> None:
