@@ -296,8 +296,9 @@ def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
     policy.at(FORWARD, chunk, None)
     policy._within_budget.append(group(0))
     policy.clear()
+    assert not policy._within_budget
     policy.at(BACKWARD, chunk, None)
-    assert policy._expected_bytes == 8 and not policy._within_budget
+    assert policy._expected_bytes == 8
     horizon = HorizonBytes(ByteCounters(None), None)
     delaying = LowestPeakPolicy(ByteCounters(None), LeavingQueue(), horizon)
     delaying._delayed.append(group(0))
