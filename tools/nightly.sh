@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The checks that take hours: all tests of megatron-core with its oldest version, of which CI runs a part; the lowest
-# versions of all dependencies; 10,000 random pipelines; 5,000 interrupts; 2,000 steps of each front-end; which lines no
-# test runs (out/coverage.txt); every mutation. Each runs whatever became of those before it; the last lines name those
-# that failed.
+# versions of all dependencies; 10,000 random pipelines; interrupts at each byte code of some functions, and 5,000 at
+# random; 2,000 steps of each front-end; which lines no test runs (out/coverage.txt); every mutation. Each runs whatever
+# became of those before it; the last lines name those that failed.
 # A mutation check that was stopped goes on where it was: what is caught is in out/mutations.jsonl.
+# FEW=1 runs a few of each, in some minutes: no part should fail at night for a reason that this shows.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-.venv-py312/bin/python} # the environments of .ci/run
@@ -17,6 +18,12 @@ for cuda in "$(dirname "$python")"/../lib/python*/site-packages/nvidia/cu13; do 
 done
 failed=""
 
+cpu=(tests/cpu) dist=(tests/dist) batches=400 interrupts=5000 steps=2000 mutations=(--all)
+if [ -n "${FEW:-}" ]; then
+    cpu=(tests/cpu/test_host_pool.py) dist=(tests/dist/test_weights.py)
+    batches=2 interrupts=100 steps=16 mutations=(--sample 4)
+fi
+
 step() { # COMMAND
     printf '\n==== %s (%d s) ====\n' "$*" "$SECONDS"
     "$@" || failed="$failed"$'\n'"failed: $*"
@@ -24,21 +31,22 @@ step() { # COMMAND
 
 measure_coverage() {
     rm -f out/coverage/*
-    "$python" -m coverage run -m pytest -q -n "$jobs" --dist worksteal tests/cpu tests/dist
+    "$python" -m coverage run -m pytest -q -n "$jobs" --dist worksteal "${cpu[@]}" "${dist[@]}"
     local status=$?
-    "$python" -m coverage combine -q && "$python" -m coverage report >out/coverage.txt && tail -n 1 out/coverage.txt &&
+    "$python" -m coverage combine -q && "$python" -m coverage report >out/coverage.txt && grep ^TOTAL out/coverage.txt &&
         return "$status"
 }
 
 parallel=(-q -n "$jobs" --dist worksteal)
-step "$oldest" -m pytest ${parallel[@]+"${parallel[@]}"} tests/dist
+step "$oldest" -m pytest ${parallel[@]+"${parallel[@]}"} "${dist[@]}"
 step env PYTHON="${PYTHON311:-python3.11}" VENV=.venv-lowest EXTRAS=megatron,integrations,plots,test \
-    CONSTRAINTS=constraints-lowest.txt tools/test.sh ${parallel[@]+"${parallel[@]}"} tests/cpu tests/dist \
-    -m "not dist or compat"
-step env RANDOM_PIPELINE_BATCHES=400 "$python" -m pytest ${parallel[@]+"${parallel[@]}"} tests/cpu/test_random_pipelines.py
-step "$python" tools/interrupt_check.py -j "$jobs"
-step "$python" tools/soak.py
+    CONSTRAINTS=constraints-lowest.txt tools/test.sh ${parallel[@]+"${parallel[@]}"} "${cpu[@]}" \
+    "${dist[@]}" -m "not dist or compat"
+step env RANDOM_PIPELINE_BATCHES="$batches" RANDOM_INTERRUPTS=61 "$python" -m pytest \
+    ${parallel[@]+"${parallel[@]}"} tests/cpu/test_random_pipelines.py tests/cpu/test_random_interrupts.py
+step "$python" tools/interrupt_check.py --num "$interrupts" -j "$jobs"
+step "$python" tools/soak.py --steps "$steps"
 step measure_coverage
-step "$python" tools/mutation_check.py --all -j "$jobs" --results out/mutations.jsonl
+step "$python" tools/mutation_check.py "${mutations[@]}" -j "$jobs" --results out/mutations.jsonl
 printf '%s\n' "${failed:-all passed}"
 [ -z "$failed" ]

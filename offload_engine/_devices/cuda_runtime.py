@@ -41,6 +41,8 @@ class CudaEvent:
         self.is_done = False  # known to be complete, so that no further query is needed
         self._idle = idle
 
+    # Compiled, no interrupt comes in here. In pure Python one may be lost, with the handle: a callback of a weak
+    # reference, as in `host_read.py`, would double the time that each event takes.
     def __del__(self) -> None:
         self._idle.append(self.handle)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from collections import deque
 from functools import partial
 
@@ -68,13 +69,17 @@ class _Slot:
 class _Lent(ctypes.c_byte * SLOT_BYTES):  # type: ignore[misc]
     """The memory of a slot, lent to one read. Held by the CPU tensor made from it and by all its views."""
 
-    __slots__ = ("slot", "free")
+    __slots__ = ("slot",)
 
     slot: _Slot
-    free: deque[_Slot]
 
-    def __del__(self) -> None:
-        self.free.append(self.slot)
+
+class _Lease(weakref.ref[_Lent]):
+    """Refers to the memory of a slot while it is lent."""
+
+    __slots__ = ("slot",)
+
+    slot: _Slot
 
 
 class MappedReader:
@@ -105,7 +110,10 @@ class MappedReader:
                 mapped = _device_view(address, slab.nbytes, device)
                 self._mapped = {size: mapped.view(bits) for size, bits in _BITS.items()}
         # The slot returned last is lent first, because its bytes are still in the CPU's caches.
-        self._free = deque(_Slot(slab, offset) for offset in range(0, slab.nbytes, SLOT_BYTES))
+        self._free: deque[_Lease] = deque()  # those that are over
+        self._leases: dict[int, _Lease] = {}  # by the offset of their slots
+        for offset in range(0, slab.nbytes, SLOT_BYTES):
+            self._lend_slot(_Slot(slab, offset))
 
     def read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading `tensor`, after the work of the current stream; large or many reads use `.cpu()`."""
@@ -131,16 +139,23 @@ class MappedReader:
         free = self._free
         for _ in range(len(free)):
             try:
-                slot = free.pop()
+                lease = free.pop()
             except IndexError:  # another thread was faster
                 return None
+            slot = lease.slot
             if slot.written is None or self._runtime.is_complete(slot.written):
                 slot.written = None  # so that its handle is reused next
-                lent = _Lent.from_address(slot.address)
-                lent.slot, lent.free = slot, free
-                return lent
-            free.appendleft(slot)
+                return self._lend_slot(slot)
+            free.appendleft(lease)
         return None
+
+    def _lend_slot(self, slot: _Slot) -> _Lent:
+        lent = _Lent.from_address(slot.address)
+        lent.slot = slot
+        # By a callback that is not in Python: a destructor might lose an interrupt.
+        lease = self._leases[slot.offset] = _Lease(lent, self._free.append)
+        lease.slot = slot
+        return lent
 
 
 def _add_target(slot: _Slot, mapped: torch.Tensor, size: int, shape: torch.Size) -> torch.Tensor:

@@ -97,10 +97,6 @@ class FreeExtents:
         self._next_order = 0
         self._returned: dict[int, deque[Returned]] = {}  # by size, each oldest first
 
-    def __len__(self) -> int:
-        self._merge()
-        return len(self._by_size)
-
     def __iter__(self) -> Iterator[Extent]:
         self._merge()
         return (extent for _, _, extent in self._by_size)

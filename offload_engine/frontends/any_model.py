@@ -14,7 +14,6 @@ from torch import nn
 from offload_engine._compat.own_hooks import OwnHooks
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
-from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.compiling import refuse_when_compiled
 from offload_engine.frontends._common.device import device_for
 from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
@@ -105,18 +104,21 @@ class ManagedActivations(RecordsSteps):
         return super().__str__() if "_groups" in vars(self) else f"{type(self).__name__}: no step yet"
 
     def __enter__(self) -> ManagedActivations:
-        """Enter the hooks.
+        """Enter the hooks. An earlier `with` of this object that has not been exited ends, with a warning.
 
         Raises:
-            OffloadError: if it is already entered, or closed, or inside compiled code.
+            OffloadError: if it is closed, or inside compiled code.
         """
         refuse_when_compiled("with manage_activations()")
-        if self._hooks is not None:
-            raise OffloadError(
-                "this manage_activations() is already entered: exit it first, or remove the inner `with`, because the "
-                "outer one covers it. A second model needs its own manage_activations()."
-            )
         self._groups.session.check_open("manage_activations()")
+        if self._hooks is not None:  # no error: an interrupt at the entry of `__exit__` cannot be told from a mistake
+            logger.warning(
+                "this manage_activations() is entered again: its last `with` was interrupted, or is around this one "
+                "and offloads no more. Remove the inner of two, because the outer one covers it. A second model needs "
+                "its own manage_activations()."
+            )
+            self._leave(self._hooks)
+            self._groups.abandon_forward()
         hooks = self._groups.hooks()
         hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
         put_in_force(self, checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
@@ -126,15 +128,19 @@ class ManagedActivations(RecordsSteps):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        hooks, self._hooks = self._hooks, None
-        assert hooks is not None
-        hooks.__exit__(exc_type, exc, traceback)
-        take_out_of_force(self)
+        if self._hooks is None:  # a `with` inside this one has ended it
+            return
+        self._leave(self._hooks)
         if exc is not None:
             self._groups.abandon_forward()
             return
         self._groups.end_forward()
         self._groups.session.warn_if_idle()
+
+    def _leave(self, hooks: OwnHooks) -> None:
+        self._hooks = None
+        hooks.__exit__()
+        take_out_of_force(self)
 
     def close(self) -> None:
         """Return host memory to the system. Remaining graphs can no longer run their backward. Idempotent."""

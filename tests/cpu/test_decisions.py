@@ -248,24 +248,31 @@ def test_chunks_of_the_last_iteration_are_forgotten(forgets: str) -> None:
 def test_chunks_whose_backward_has_begun_are_not_predicted_again() -> None:
     first, second, third = chunks_with_a_group(3)
     window = BackwardWindow()
-    for chunk in (first, second, third):
+    for chunk in (second, first, second, third):  # a key is used again before its backward
         window.begin_forward(chunk)
     window.begin_backward(third)
+    assert window._window == [third, second, first]
     window.begin_backward(second)  # before `third` has brought its group back
     second.prefetch_index = -1
     assert window.next_chunk() is first
 
 
 def test_a_wrong_prediction_forgets_the_chunks_before_it() -> None:
+    """And what has come for them counts no more; of a chunk that is only predicted, one group comes."""
     first, second, third = chunks_with_a_group(3)
-    window = BackwardWindow()
+    first.groups.append(group(1))
+    policy = PrefetchWindowPolicy(ByteCounters(None), LeavingQueue(), 1, None)
+    window = policy._window
     window.begin_forward(first)
     window.begin_forward(second)
     window.begin_backward(second)
-    assert window.begin_forward(third)
+    for first.prefetch_index in (0, 1):
+        assert policy._may_come(first, first.groups[first.prefetch_index]) == first.prefetch_index
+    policy._horizon.count_issued(group(0, own_device_bytes=8))
+    list(policy.at(FORWARD, third, None))
     window.begin_backward(third)
     third.prefetch_index = -1
-    assert window.next_chunk() is None
+    assert window.next_chunk() is None and policy._horizon.has_room(group(1), False)
 
 
 def test_an_iteration_begins_without_groups_ahead_and_with_its_schedule() -> None:
@@ -289,8 +296,15 @@ def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
     policy.at(FORWARD, chunk, None)
     policy._within_budget.append(group(0))
     policy.clear()
+    assert not policy._within_budget
     policy.at(BACKWARD, chunk, None)
-    assert policy._expected_bytes == 8 and not policy._within_budget
+    assert policy._expected_bytes == 8
+    horizon = HorizonBytes(ByteCounters(None), None)
+    delaying = LowestPeakPolicy(ByteCounters(None), LeavingQueue(), horizon)
+    delaying._delayed.append(group(0))
+    horizon.count_issued(group(1))
+    delaying.clear()
+    assert not delaying._delayed and not horizon._recalled
 
 
 def test_all_copy_outs_are_released_at_the_end_of_an_iteration() -> None:

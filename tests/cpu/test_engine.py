@@ -183,7 +183,8 @@ def test_small_sparse_and_excluded_tensors_stay(engine: OffloadEngine) -> None:
         for tensor in (marked, excluded, excluded.view(2, -1), small, sparse, subclass):
             assert chunk.tensor_push(tensor) is tensor
         assert chunk.tensor_push(torch.randn(NUMEL)) is not None
-    assert engine.stats.managed_bytes == 4 * NUMEL
+        assert chunk.tensor_push(torch.eye(64, requires_grad=True).to_sparse()).is_sparse
+    assert engine.stats.managed_bytes == 4 * NUMEL and not engine._store.eligibility._excluded
 
 
 def test_what_is_excluded_for_good_stays_in_later_iterations_and_when_it_was_emptied(engine: OffloadEngine) -> None:
@@ -369,6 +370,17 @@ class _Clears(torch.autograd.Function):
 def test_a_backward_may_give_what_it_has_read_another_storage(engine: OffloadEngine) -> None:
     """The meter looked the bytes up by the storage that came in its place, and a training ended with that error."""
     check_against_plain(engine, _Clears.apply, leaf())
+    with engine.iteration():
+        chunk, values = engine.start_chunk(), torch.ones(NUMEL)
+        group = chunk.open_group("group")
+        handles = [chunk.tensor_push(values), chunk.tensor_push(values)]
+        del values
+        chunk.close_group()
+        release_all(engine)
+        assert group.on_host_bytes
+        chunk.tensor_pop(handles[0]).data = torch.empty(0)
+        assert chunk.tensor_pop(handles[1]).sum() == NUMEL, "another reader gets it all the same"
+        del handles
 
 
 # -- groups without room on the host, and the return of host memory ----------------------------------------------------
@@ -404,6 +416,7 @@ def test_host_memory_is_trimmed_on_request_and_at_the_end(engine: OffloadEngine)
     device: Any = engine.device
     sines(engine, 4)
     held = engine.pool.slab_bytes_total
+    assert engine.stats.host_bytes == held
     device.synchronize_all()  # no copy reads it any more
     assert held >= 4 * 4 * NUMEL // 2 and engine.trim_host_memory() == held
     assert engine.pool.slab_bytes_total == device.host_bytes == 0

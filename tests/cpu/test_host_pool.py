@@ -151,6 +151,7 @@ class CheckedPool:
         assert {id(slab) for slab in self.device.slabs if not slab.closed} == in_use
 
     def reset_peak(self) -> None:
+        self.return_lease(0, 0)
         self.pool.reset_peak()
         self.peak = 0
 
@@ -294,6 +295,11 @@ def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> Non
     assert pool._slabs.grow(16, 64) and device.open_bytes == 80
     assert pool._slabs.grow(32, 64) and device.open_bytes == 32  # the idle ones have made room
     assert not make_pool(limit_bytes=64)[0]._slabs.grow(128, 64)
+    pool, device = make_pool(slab_bytes=64)
+    lend_and_return(pool, 64)
+    pool.reset_peak()
+    lend_all(pool, 64, 16)
+    assert device.open_slabs == [64, 16], "behind the first step little is missing"
 
 
 @pytest.mark.parametrize("left_bytes", [0, 64])
@@ -366,11 +372,13 @@ def test_a_frozen_pool_refuses_what_only_the_freeze_forbids_and_keeps_its_slabs_
         limited.lend(64)
     pool, _ = make_pool(slab_bytes=64)
     assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
-    pool._is_frozen = True
+    pool._is_frozen = True  # without the replacement that a freeze begins with
     lend_and_return(pool, 16)
     assert len(pool._slabs.by_index) == 2
     pool.thaw()
-    assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
+    pool.freeze()
+    pool.thaw()
+    assert len(pool._slabs.by_index) == 1 and pool.lend(16) is not None
 
 
 # -- returns at any time, and recovery ---------------------------------------------------------------------------------
@@ -482,6 +490,10 @@ def test_bytes_read_by_unawaited_copies_are_taken_last() -> None:
     extents.remove(extent)
     extents.put(0, 8, 8)
     assert [extent.nbytes for extent in extents] == [8], "removed bytes have no neighbour"
+    extents.put(0, 16, 8, [near])
+    assert len(list(extents)) == 1, "those that touch are one"
+    extents.put(0, 0, 8)
+    assert ids(present(extents.take(24)).events) == ids([near]), "which waits for the copies of both"
 
 
 @pytest.mark.parametrize("nbytes", [4, 8, 12, 24])
@@ -497,11 +509,12 @@ def test_a_device_that_raises_takes_nothing(nbytes: int) -> None:
     taken = [present(extents.take(4)) for _ in range(6)]
     assert [(each.slab, each.start) for each in taken] == [(0, 4 * number) for number in range(6)]
     assert [ids(each.events) for each in taken] == [ids([events[number // 2]]) for number in range(6)]
-    assert len(extents) == 0
+    assert not list(extents)
 
 
 def test_slabs_set_aside_count_against_the_limit_of_the_pool_and_of_further_books() -> None:
     pool, _ = make_pool(limit_bytes=128, slab_bytes=32)
+    lend_and_return(pool, 128)
     beside = pool.books_beside()
     assert beside.grow(64, 64)
     pool.set_aside(beside)

@@ -231,6 +231,10 @@ def test_an_interrupt_behind_a_lease_loses_no_bytes(engine: OffloadEngine, monke
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(GroupLease, "__init__", interrupted)
         step(engine)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store, "abandon", interrupted)
+        engine.reset_iteration()
+    assert engine.failures.is_torn, "the reset is not over"
     step(engine)
     assert engine.pool.num_leases == engine.pool.lent_bytes == 0
 

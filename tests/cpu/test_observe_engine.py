@@ -136,7 +136,7 @@ def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
 
 
 def test_a_release_is_recorded_with_its_own_bytes_alone() -> None:
-    """The second group shares a storage that the first has taken to the host before."""
+    """The second group shares a storage that the first has taken to the host before. What was recalled has none."""
     engine, shared, own = recording_engine(policy=AT_ONCE), torch.zeros(64), torch.zeros(16)
     with engine.iteration():
         chunk = engine.start_chunk()
@@ -144,6 +144,13 @@ def test_a_release_is_recorded_with_its_own_bytes_alone() -> None:
         chunk.end_forward()
         del handles
     assert [move for _, move in moves_of(engine) if "DROP" in move] == ["DROP 0.0:0 256", "DROP 0.0:1 64"]
+    engine = recording_engine()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        handles = in_group(chunk, own)
+        chunk.recall_groups()
+        del handles
+    assert moves_of(engine) == [("F0.0:0", "OUT 0.0:0 64"), ("B0.0:turn", "IN 0.0:0 64")]
 
 
 Save = Callable[[OffloadEngine, ChunkOffloadHandler], Any]
@@ -303,9 +310,12 @@ def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:
 
 
 def test_what_unpack_finds_on_the_host_is_a_miss_and_its_copy_in_is_recorded() -> None:
-    engine = recording_engine(policy=AT_ONCE)
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        handles = in_group(chunk, torch.ones(64))
-        chunk.hooks.unpack(handles.pop())
-    assert engine.stats.prefetch_misses == 1 and "IN 0.0:0 256" in [move for _, move in moves_of(engine)]
+    """What is still leaving is recalled instead, which is recorded alike."""
+    for settings, num_missed in (({"policy": AT_ONCE}, 1), (dict[str, Any](), 0)):
+        engine = recording_engine(**settings)
+        with engine.iteration():
+            chunk = engine.start_chunk()
+            handles = in_group(chunk, torch.ones(64))
+            chunk.hooks.unpack(handles.pop())
+        assert engine.stats.prefetch_misses == num_missed
+        assert "IN 0.0:0 256" in [move for _, move in moves_of(engine)]

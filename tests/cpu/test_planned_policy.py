@@ -31,6 +31,7 @@ from tests.adversarial import AdversarialDevice
 from tests.dense_jobs import ALL, DEEP, MOST, ONE_RANK, dense_job, with_bounds
 from tests.engine_on_clocks import run_engine
 from tests.engine_state import release_all
+from tests.lookups import present
 
 GROUP_BYTES = 256
 
@@ -149,6 +150,9 @@ def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_
     assert bench.engine.plan != first
     bench.step(PIPELINE)
     assert bench.engine.plan is first
+    for names in ("a large a b", "a b a b", "a b a b"):
+        bench.step(PIPELINE, names)
+    assert policy.leaving.largest_bytes == GROUP_BYTES, "of the plan, not of all steps"
 
 
 @pytest.mark.parametrize("names", ["a c a b", "a b a", "a b a b b", "a large a b"])
@@ -258,6 +262,24 @@ def test_a_chunk_that_differed_follows_the_plan_of_a_later_step_again() -> None:
         bench.step(PIPELINE, names)
     bench.check_planned()
     assert bench.engine.stats.copied_out_bytes == 0, "all of it fits, and only unplanned chunks leave whatever fits"
+
+
+def test_what_is_kept_is_in_no_plan_but_leaves_at_its_commit_once_it_has_grown() -> None:
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        handles = [save_group(chunk, name, i, nbytes=sizes[-1]) for i, name in enumerate("abab")]
+        gone = [group.leaving_bytes + group.on_host_bytes > 0 for group in chunk.groups]
+        assert gone == [sizes[-1] > GROUP_BYTES, True] * 2
+        return handles
+
+    bench, sizes = learned(), [GROUP_BYTES + 8, GROUP_BYTES]
+    policy: Any = bench.engine._executor.policy
+    kept = {slot: GROUP_BYTES for slot in policy.slots() if slot.name == "a"}
+    bench.engine._keeping.allow(Allowance(Choices(frozenset(kept)), kept, 1 << 20))
+    while sizes:
+        bench.step(PIPELINE, save)
+        bench.check_planned()
+        assert ":0" not in format_plan(present(bench.engine.plan))
+        sizes.pop()
 
 
 @pytest.mark.parametrize("bounds", [{}, {"resident_bytes": 2 * GROUP_BYTES}], ids=str)

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
 from megatron_patches import apply
+from megatron_patches._rows.runtime import unwrap
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, run_ordered, run_with, run_without
@@ -79,15 +80,20 @@ def test_the_step_after_one_that_raised() -> None:
     (expected,) = run_without(case, [3])
     with apply(ALL, modules=case.names) as handle:
         chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
-        layer = decoder_of(chunks[-1]).layers[-1]
-        for module in (layer.self_attention.linear_proj, layer.mlp.router):
+        layer, declared = decoder_of(chunks[-1]).layers[-1], list[int]()
+        head: Any = unwrap(chunks[-1]).output_layer
+        for module in (layer.self_attention.linear_proj, layer.mlp.router, head):
             hook = module.register_forward_hook(mock.Mock(side_effect=[None, ArithmeticError("in the second call")]))
-            with pytest.raises(ArithmeticError):
+            with pytest.raises(ArithmeticError) as _:  # whose frames hold residuals
                 run(chunks, 3)
             hook.remove()
             torch.distributed.barrier()
-            assert engine_of(handle).pool.num_leases == 0
-            assert step(chunks, 3) == expected
+            engine = engine_of(handle)
+            assert engine.pool.num_leases == 0
+            with mock.patch.object(engine, "held_elsewhere", wraps=engine.held_elsewhere) as held_elsewhere:
+                assert step(chunks, 3) == expected
+            declared.append(held_elsewhere.call_count)
+        assert len(set(declared)) == 1, f"{declared}: the last of a step that raised came in the next one"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
