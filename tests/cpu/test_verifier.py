@@ -29,6 +29,7 @@ class Scripted:
     actions: tuple[Any, ...] = ()
     asked: list[str] = field(default_factory=list)
     chosen: Any = None
+    known: Any = None
 
     def decide(self, actions: tuple[Any, ...] = ()) -> Any:
         self.asked.append("decide")
