@@ -19,9 +19,9 @@ from offload_engine.schedule import Action
 
 _MOST_EVENTS: Final = 60_000
 """Of all replays: these take about half a second."""
-_MOST_REPLAYS: Final = 16  # for one choice
-_MOST_ROOMS: Final = 4
-_ROOM_STEPS: Final = 24
+_MOST_REPLAYS: Final = 24  # for one choice
+_MOST_ROOMS: Final = 6
+_ROOM_STEPS: Final = 20
 _WORTH_A_REPLAY: Final = 0.995
 """Share of the time of a step that fits by which another one is tried."""
 _PEAK_TOLERANCE: Final = 1 / 32
@@ -102,14 +102,15 @@ class Known:
             settled = self._best_known(steps, chosen, budget_bytes - left_bytes)
             if not replays:
                 return settled or chosen
+            most_ms = float("inf") if settled is None else _WORTH_A_REPLAY * settled.best.step_ms
             if not _is_known(steps, chosen.floor):
                 self._replay(steps, chosen.floor, agree)
             elif _is_known(steps, chosen.best):
                 return chosen
-            elif settled is not None and chosen.best.step_ms > _WORTH_A_REPLAY * settled.best.step_ms:
+            elif settled is not None and chosen.best.step_ms > most_ms:
                 return settled
             else:
-                self._replay_rooms(steps, chosen.best, budget_bytes - left_bytes, agree)
+                self._replay_rooms(steps, chosen.best, budget_bytes - left_bytes, most_ms, agree)
 
     def _best_known(self, steps: Steps, chosen: Chosen, limit_bytes: int) -> Chosen | None:
         """Return the choice with the shortest step that fits, of those that were replayed or measured."""
@@ -118,8 +119,11 @@ class Known:
         fitting = [each for each in known if each.held_bytes <= limit_bytes]
         return chosen._replace(best=min(fitting, key=lambda each: each.step_ms)) if fitting else None
 
-    def _replay_rooms(self, steps: Steps, best: Prediction, limit_bytes: int, agree: Agree) -> None:
-        """Replay what was chosen, and if it does not fit, the same with less room."""
+    def _replay_rooms(self, steps: Steps, best: Prediction, limit_bytes: int, most_ms: float, agree: Agree) -> None:
+        """Replay what was chosen, and if it does not fit, the same with less room, while that takes no longer.
+
+        In small steps: with less room the allocator may also reserve more.
+        """
         predictor = Predictor(steps.job, self.model, self._costs_of(steps), steps)
         for _ in range(_MOST_ROOMS):
             wasted = self._replay(steps, best, agree)
@@ -129,7 +133,9 @@ class Known:
             over = best.allocated_bytes + self.model.overhead_bytes - self.model.wasted_bytes + wasted - limit_bytes
             if over <= 0:
                 return
-            best = predictor.predict(Decision(choices, room - max(over, room // _ROOM_STEPS)))
+            best = predictor.predict(Decision(choices, room - room // _ROOM_STEPS))
+            if best.step_ms > most_ms:
+                return
 
     def _can_replay(self, steps: Steps) -> bool:
         return self._recorded is not None and self._replays_left > 0 and steps.job.actions == self.job.actions
