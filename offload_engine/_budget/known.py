@@ -84,24 +84,23 @@ class Known:
                 it would reserve too much, or if less than expected leaves room. None: nothing is replayed.
         """
         steps = self._steps_of(actions)
-        self._replays_left = 0 if self._recorded is None else _num_replays(self._recorded)
-        while True:
-            replays = agree is not None and self._can_replay(steps)
-            chosen = choose(
+
+        def choose_with(model: MemoryModel, guard_bytes: int) -> Chosen:
+            return choose(
                 steps.job,
-                self.model.hoping(min(steps.wasted_bytes.values(), default=None)) if replays else self.model,
+                model,
                 budget_bytes,
                 self._costs_of(steps),
                 must_fit=must_fit,
                 recomputed=recomputed,
                 steps=steps,
-                guard_bytes=left_bytes if replays else guard_bytes + left_bytes,
+                guard_bytes=guard_bytes,
             )
-            if agree is None or self._recorded is None:
-                return chosen
-            settled = self._best_known(steps, chosen, budget_bytes - left_bytes)
-            if not replays:
-                return settled or chosen
+
+        self._replays_left = 0 if self._recorded is None else _num_replays(self._recorded)
+        settled: Chosen | None = None
+        while agree is not None and self._can_replay(steps):
+            chosen = choose_with(self.model.hoping(min(steps.wasted_bytes.values(), default=None)), left_bytes)
             most_ms = float("inf") if settled is None else _WORTH_A_REPLAY * settled.best.step_ms
             if not _is_known(steps, chosen.floor):
                 self._replay(steps, chosen.floor, agree)
@@ -111,6 +110,10 @@ class Known:
                 return settled
             else:
                 self._replay_rooms(steps, chosen.best, budget_bytes - left_bytes, most_ms, agree)
+            settled = self._best_known(steps, chosen, budget_bytes - left_bytes)
+        if settled is None or self._recorded is None:
+            return choose_with(self.model, guard_bytes + left_bytes)
+        return settled
 
     def _best_known(self, steps: Steps, chosen: Chosen, limit_bytes: int) -> Chosen | None:
         """Return the choice with the shortest step that fits, of those that were replayed or measured."""

@@ -536,8 +536,10 @@ def test_long_steps_are_replayed_as_often_as_there_is_time(monkeypatch: pytest.M
     for most, replays in ((step.num_events, 1), (step.num_events - 1, 0)):
         monkeypatch.setattr("offload_engine._budget.known._MOST_EVENTS", most)
         known, agreed = known_with(step, job, peak - everything), Agreed()
-        known.choose(job.actions, 1 << 40, agree=agreed)
-        assert len(agreed.said) == replays
+        chosen = known.choose(job.actions, 1 << 40, agree=agreed)
+        assert len(agreed.said) == replays and chosen.best == chosen.top
+        more = known.choose(tuple(one_forward_one_backward(1, 0, 2)), 1 << 40, agree=agreed)
+        assert len(agreed.said) == replays and more.best == more.top, "of other steps nothing is known"
 
 
 # -- torch's snapshots ------------------------------------------------------------------------------------------------
