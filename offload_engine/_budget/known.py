@@ -129,12 +129,10 @@ class Known:
         """
         predictor = Predictor(steps.job, self.model, self._costs_of(steps), steps)
         for _ in range(_MOST_ROOMS):
-            wasted = self._replay(steps, best, agree)
+            self._replay(steps, best, agree)
             choices, room = best.decision
-            if wasted is None or room is None or not self._can_replay(steps):
-                return
-            over = best.allocated_bytes + self.model.overhead_bytes - self.model.wasted_bytes + wasted - limit_bytes
-            if over <= 0:
+            is_over = predictor.held_bytes(best.decision) > limit_bytes
+            if room is None or not is_over or not self._can_replay(steps):
                 return
             best = predictor.predict(Decision(choices, room - room // _ROOM_STEPS))
             if best.step_ms > most_ms:
@@ -143,8 +141,8 @@ class Known:
     def _can_replay(self, steps: Steps) -> bool:
         return self._recorded is not None and self._replays_left > 0 and steps.job.actions == self.job.actions
 
-    def _replay(self, steps: Steps, best: Prediction, agree: Agree) -> int | None:
-        """Return what the allocator would reserve in vain; None: nothing is replayed any more, as this is not known."""
+    def _replay(self, steps: Steps, best: Prediction, agree: Agree) -> None:
+        """Find out what the allocator would reserve in vain; if that is not known, nothing is replayed any more."""
         decision, recorded = best.decision, self._recorded
         assert recorded is not None
         self._replays_left -= 1
@@ -156,9 +154,8 @@ class Known:
         wasted, is_unsound = agree((own, int(not is_sound)))
         if is_unsound:
             self._recorded = None
-            return None
-        steps.wasted_bytes[decision] = wasted
-        return wasted
+        else:
+            steps.wasted_bytes[decision] = wasted
 
     def note_wasted(self, prediction: Prediction, actions: tuple[Action, ...], more_bytes: int) -> None:
         """Note that steps of a decision reserve so much more in vain than was predicted."""

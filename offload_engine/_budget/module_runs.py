@@ -49,4 +49,4 @@ def _first_with_gradient(values: Any) -> torch.Tensor | None:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         values = (values,)
-    return next((each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
+    return next((each for each in values if isinstance(each, torch.Tensor) and each.requires_grad), None)

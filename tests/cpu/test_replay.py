@@ -299,7 +299,7 @@ def test_it_is_noted_when_a_module_runs_and_when_its_backward_begins(monkeypatch
     monkeypatch.setattr("offload_engine._budget.allocations.recorded_step", lambda *all: found.extend(all[3]))
     notes, runs = AllocationNotes(Gauge(account)), ModuleRuns()
     runs.begin("none")(torch.ones(1))  # in a step that is not recorded
-    runs.notes, x = notes, torch.ones(1, requires_grad=True) * 1
+    runs.notes, x = notes, torch.ones(1, requires_grad=True)
     with torch.no_grad():
         runs.begin("an evaluation")(x)
     account._num_events = 3
