@@ -121,7 +121,7 @@ class Turns:
     def _plan(self, attached: Attached, budget: Any) -> dict[str, Any]:
         """Run steps until a plan holds; return what it took, and the first prediction beside its measured step."""
         steps: list[dict[str, Any]] = []
-        while budget.state.name != "HOLD" and len(steps) < _MAX_STEPS:
+        while not budget.is_settled and len(steps) < _MAX_STEPS:
             step = self._step(attached)
             steps.append({"state": budget.state.name, **step, **_summary(budget)})
         return {

@@ -19,7 +19,7 @@ _SETTLED = 3
 
 
 class Budget(Ours):
-    """The engine with `gpu_budget`, and nothing else set. Warm-up lasts until its decision holds."""
+    """The engine with `gpu_budget`, and nothing else set. Warm-up lasts until its decision has settled."""
 
     def attach(self) -> None:
         self._steps: list[Record] = []
@@ -36,7 +36,7 @@ class Budget(Ours):
                 "predicted_ms": summary and summary.predicted_step_ms,
             }
         )
-        return bool(budget.state.name == "HOLD")
+        return bool(budget.is_settled)
 
     def details(self) -> Record:
         budget, summary = self._engine().budget, self._engine().budget.summary

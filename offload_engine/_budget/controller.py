@@ -53,7 +53,6 @@ class BudgetController(BudgetView):
         gauge: measures what the process holds.
 
     Attributes:
-        state: see `State`.
         is_idle: the running step, or the last one, needs no groups: see `Idleness`. One in each window has them.
     """
 
@@ -61,7 +60,6 @@ class BudgetController(BudgetView):
         self, budget_bytes: int | None, context: TransferContext, policy: Policy, keeping: Keeping, gauge: MemoryGauge
     ) -> None:
         assert isinstance(policy, PlannedPolicy)
-        self.state: State = State.FLOOR
         self.is_idle: bool = False
         # Where copies are threads, the time of their completion is random.
         is_early_certain = not isinstance(gauge, ResidentGauge)
@@ -74,7 +72,6 @@ class BudgetController(BudgetView):
         self._verifier, self._idleness = Verifier(decider), Idleness(is_early_certain)
         self._floor = FloorSteps(self._margin)
         self._num_steps = self._num_tries = 0
-        self._awaits_time = False  # of the first step that holds: those that verify also reserve memory
         self._has_trimmed = False  # for the first decision
         self._in_force = InForce(decider, keeping)
         self._hold = HoldWatch(decider, self._in_force, self._last)
@@ -100,7 +97,7 @@ class BudgetController(BudgetView):
         if self.state is State.MEASURE:
             self._recorder = MeasuringRecorder(self._device, self._gauge)
             self.decider.runs.notes = self._recorder.allocation_notes
-        self._last.begin(self.state is not State.HOLD or self._awaits_time)
+        self._last.begin(not self.is_settled)
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -154,7 +151,7 @@ class BudgetController(BudgetView):
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended on each rank that now agrees with this one."""
         is_window_over = self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
-        is_met = self.state is not State.HOLD or is_window_over or self._awaits_time or self.decider.is_unchecked
+        is_met = not self.is_settled or is_window_over or self.decider.is_unchecked
         if not is_met:
             return self._last.has_ended
         [was_abandoned] = self.decider.meet((int(not self._last.has_ended),))
@@ -172,7 +169,7 @@ class BudgetController(BudgetView):
         if self.state is State.FLOOR:
             self._conclude_floor()
         elif self.state is State.HOLD:
-            if not (self._awaits_time and self._changes_by_its_time()):
+            if not (self._times.num_awaited and self._changes_by_its_time()):
                 self._watch()
         elif self.state is State.VERIFY:
             self._verify()
@@ -247,25 +244,26 @@ class BudgetController(BudgetView):
         allowance = self._verifier.judge(excess)
         if allowance is None:
             self._gauge.reset()
-            self._awaits_time = True
+            self._times.begin()
             self._go(State.HOLD)
             return self.log()
         self._in_force.allow(allowance)
         self._gauge.trim()  # the blocks of the previous decision would fit badly
 
     def _changes_by_its_time(self) -> bool:
-        """Correct times by the first step that holds; return whether another decision is in force by them."""
-        self._awaits_time = False
-        self.measured = self.measured._replace(milliseconds=self._last.milliseconds)
+        """Correct times by the first steps that hold; return whether another decision is in force by them."""
         [measured_us] = self.decider.agree((round(_US * self._last.milliseconds),))
-        self.decider.correct_time(measured_us / _US)
-        allowance = self._verifier.reconsider()
-        if allowance is None:
+        milliseconds = self._times.note(measured_us / _US)
+        if milliseconds is None:
             return False
-        self._in_force.allow(allowance)
-        self._gauge.trim()
-        self._go(State.VERIFY)
-        return True
+        self.measured = self.measured._replace(milliseconds=milliseconds)
+        self.decider.correct_time(milliseconds)
+        allowance = self._verifier.reconsider()
+        if allowance is not None:
+            self._in_force.allow(allowance)
+            self._gauge.trim()
+            self._go(State.VERIFY)
+        return allowance is not None
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
@@ -284,6 +282,7 @@ class BudgetController(BudgetView):
 
     def _measure_again(self, why: str) -> None:
         self._hold.wants_measure = False
+        self._times.end()
         self._floor.forget()
         logger.info("gpu_budget: %s, so one more step is measured with everything offloaded", why)
         self._gauge.trim()

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from offload_engine._budget.decide import Decider
+from offload_engine._budget.hold_times import HoldTimes
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.shortage import MemoryParts, shortage_text
+from offload_engine._budget.state import State
 from offload_engine._budget.summary import BudgetSummary, Measured, budget_text, summary_of
 from offload_engine._devices.base import MemoryGauge
 
@@ -28,6 +30,7 @@ class BudgetView:
         last: what the last step took.
 
     Attributes:
+        state: see `State`.
         decider: has the decision, and the hooks of the caller.
         measured: bytes of the last step that was verified or watched, and the time of the last that was verified.
         planning_ms: host time between steps spent on decisions and on the measurement of the link. Waiting for the
@@ -36,8 +39,10 @@ class BudgetView:
     """
 
     def __init__(self, decider: Decider, last: LastStep) -> None:
+        self.state: State = State.FLOOR
         self.decider: Decider = decider
         self._last = last
+        self._times = HoldTimes()
         self.measured: Measured = Measured()
         self.planning_ms: float = 0.0
         self.num_planning_steps: int = 0
@@ -49,6 +54,11 @@ class BudgetView:
         yield
         if is_planning:
             self.planning_ms += 1e3 * (time.perf_counter() - began_s)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether a decision holds whose times are known."""
+        return self.state is State.HOLD and not self._times.num_awaited
 
     @property
     def summary(self) -> BudgetSummary | None:

@@ -20,6 +20,8 @@ from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 4
+_WORTH_A_TRY: Final = 1 / 256
+"""Share of a budget: less is not worth another plan, since few groups are as small."""
 _KEPT_SHARES: Final = 2
 """How many shares of the groups that could always stay are tried, each with room for the rest."""
 _SHARES_RECOMPUTED: Final = (0.25, 0.5, 0.75, 1.0)
@@ -208,7 +210,7 @@ class _Chooser:
             return Decision(choices)
         spare = self.limit_bytes - held  # more room takes at most as much, and less where the peak is elsewhere
         for _ in range(_ROOM_TRIES):
-            if spare <= 0:
+            if spare < _WORTH_A_TRY * self.limit_bytes:
                 break
             held = self._held_bytes(choices, low + spare)
             is_in = held <= self.limit_bytes
