@@ -25,14 +25,11 @@ from offload_engine import (
     Action,
     CheckpointOffload,
     ChunkKey,
-    GroupTraits,
     OffloadConfig,
     OffloadEngine,
     OffloadError,
     Planned,
     enable_activation_offloading,
-    group_commit,
-    group_start,
     manage_activations,
     offload_wrapper,
 )
@@ -45,6 +42,7 @@ from offload_engine.frontends.integrations.pipelining import offload_schedule
 from offload_engine.plan_files import load_plan, plot_budget, save_plan
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, one_forward_one_backward
+from tests.engine_state import in_group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN, ROWS, DEPTH = 32, 64, 6
@@ -136,11 +134,7 @@ class ByHand(Job):
         chunk = self.engine.start_chunk(key)
         for index, layer in enumerate(self.model):
             for name, part in (("up", layer[:2]), ("down", layer[2:])):
-                keep = is_at_once and index == DEPTH - 1
-                x = group_start(x, chunk, name, GroupTraits(layer=index, keep=keep))
-                with chunk.saved_tensors_hooks():
-                    x = part(x)
-                x = group_commit(x, chunk)
+                x = in_group(chunk, part, x, name=name, layer=index, keep=is_at_once and index == DEPTH - 1)
         chunk.end_forward()
         return chunk, x.square().mean()
 

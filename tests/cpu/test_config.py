@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 from decimal import Decimal
@@ -21,7 +20,7 @@ from offload_engine._devices import CpuDevice
 from offload_engine.config import MIB, OffloadConfig
 from offload_engine.frontends._common.device import _compute_devices, device_for
 from offload_engine.policies import ResidentBudget
-from offload_engine.sizes import Size, bytes_flag, parse_bytes, parse_size
+from offload_engine.sizes import Size, parse_bytes, parse_size
 
 
 @pytest.mark.parametrize(
@@ -162,16 +161,6 @@ def test_errors_name_what_was_given_and_what_is_accepted(text: str, message: str
     with pytest.raises(ValueError) as error:
         parse_size(text)
     assert str(error.value).startswith(f"{text!r} {message}") and "give" in str(error.value)
-
-
-def test_flags_say_it_as_argparse_does(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", type=bytes_flag("MiB"))
-    sizes = [parser.parse_args(["--size", text]).size for text in ("3", "1.5", "2GiB", "8B")]
-    assert sizes == [3 << 20, 3 << 19, 2 << 30, 8]
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--size", "3 x"])
-    assert "argument --size: '3 x' is not a size: give a number of MiB (2), or one" in capsys.readouterr().err
 
 
 WHOLE = st.integers(0, 1 << 60) | st.builds(lambda n, power: n << 10 * power, st.integers(0, 4096), st.integers(0, 5))

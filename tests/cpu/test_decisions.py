@@ -31,7 +31,7 @@ from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
-from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
+from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, TAIL
 from offload_engine.schedule import Action
 from tests.adversarial import AdversarialDevice
 
@@ -106,24 +106,6 @@ def test_groups_that_the_backward_passed_by_do_not_come_at_once() -> None:
         chain = Chain(max_inflight_bytes=0, **settings)
         chain.begin_backward(0)
         assert chain.resident_groups == chain.engine.stats.prefetch_misses == expected
-
-
-def test_groups_of_a_retained_graph_do_not_stop_the_prefetch() -> None:
-    chain = Chain(horizon_groups=2)
-    for index in reversed(range(DEPTH)):
-        chain.begin_backward(index)  # no graph is freed
-    assert chain.engine.stats.prefetch_misses == 0
-
-
-def test_horizons_differ_where_groups_do() -> None:
-    """The same three small groups after a large one: bytes let two more come, groups one."""
-
-    def issued(**settings: int) -> int:
-        return Chain(NUMEL, NUMEL, NUMEL, 4 * NUMEL, max_inflight_bytes=0, **settings).begin_backward(3)
-
-    assert issued() == 4 and issued(horizon_bytes=2 * GROUP_BYTES) == 3
-    assert issued(horizon_groups=2) == 2 and issued(prefetch_groups=1) == 2
-    assert issued(horizon_groups=1) == 1
 
 
 # -- what is counted as ahead -----------------------------------------------------------------------------------------
@@ -305,13 +287,6 @@ def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
     horizon.count_issued(group(1))
     delaying.clear()
     assert not delaying._delayed and not horizon._recalled
-
-
-def test_all_copy_outs_are_released_at_the_end_of_an_iteration() -> None:
-    left = group(0)
-    policy = LowestPeakPolicy(ByteCounters(None), leaving_with(left))
-    assert list(policy.at(ITERATION_END, None, None)) == [(DROP, left)]
-    assert list(policy.at(HEAD, None, None)) == []
 
 
 @pytest.mark.parametrize("policy_type", [PrefetchWindowPolicy, GroupWindowPolicy])

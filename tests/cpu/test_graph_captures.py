@@ -160,20 +160,6 @@ def test_half_a_step_and_an_eager_one_are_refused(training: Training, device: Gr
     assert training.is_right(training.step())
 
 
-def test_a_wrapper_captures_on_a_stream_of_its_own(training: Training, device: GraphDevice) -> None:
-    """As megatron-core's: announced around the call that captures; twice, with a reset and eager steps between."""
-    for _ in range(2):
-        assert training.is_right(training.step())
-        with training.engine.graphs.capture() as captured:
-            device.synchronize_all()
-            with device.compute_stream("capture"), device.graph():
-                assert training.is_right(training.step())
-            device.synchronize_all()
-        assert training.engine.graphs.steps == (captured,) and captured.host_bytes > 0
-        captured.release()
-    training.engine.close()
-
-
 @pytest.mark.parametrize(
     ("settings", "num_steps", "message"),
     [
