@@ -62,11 +62,7 @@ def test_attention_whose_heads_share_keys_takes_as_long(hollow: HollowTensors) -
     times = []
     for num_heads in (4, 16):
         ran: list[float] = []
-
-        def run(milliseconds: float, name: str, ran: list[float] = ran) -> None:
-            ran.append(milliseconds)
-
-        hollow.run = run
+        hollow.run = lambda milliseconds, name, ran=ran: ran.append(milliseconds)  # type: ignore[misc]
         with hollow, fused_attention():
             query = torch.empty(1, 16, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
             keys = torch.empty(1, num_heads, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -85,20 +81,6 @@ def test_integers_are_computed_from_integers_and_zero_from_floats(hollow: Hollow
         assert torch.empty(6, 4).masked_select(chosen).shape == (12,)
         x = torch.ones(8, 4)
         assert x.argmax(1).tolist() == [0] * 8 and x.sum().item() == 0
-
-
-def test_a_fused_function_allocates_its_result_only(hollow: HollowTensors) -> None:
-    def gated(x: torch.Tensor) -> torch.Tensor:
-        return x * x.sigmoid() * 2 + 1
-
-    names: list[str] = []
-    hollow.run = lambda milliseconds, name: names.append(name)
-    with hollow, torch.no_grad():
-        x = torch.empty(MIB)
-        hollow.allocated.reset_peak()
-        out = hollow.fused(gated)(x)
-        assert out.shape == x.shape and hollow.allocated.peak_bytes == 8 * MIB
-    assert names == ["gated"]
 
 
 def test_kernels_take_the_longer_of_operations_and_bytes(hollow: HollowTensors) -> None:
@@ -144,12 +126,8 @@ def test_gpus_that_copy_at_once_share_the_host(num_gpus: int, is_both_ways: bool
     assert find_hardware("h200x8").link(num_gpus, is_both_ways=is_both_ways) == link
 
 
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    return tmp_path / "mine.toml"
-
-
-def test_a_users_file_changes_and_adds_machines(table: Path) -> None:
+def test_a_users_file_changes_and_adds_machines(tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
     table.write_text("[h200]\nhost_gib = 500\n")
     assert find_hardware("h200x8", table).host_gib == 500
     assert find_hardware("h200x8", table).gpu_gib == find_hardware("h200").gpu_gib
@@ -165,12 +143,12 @@ def test_a_users_file_changes_and_adds_machines(table: Path) -> None:
         ("[h200]\nspeed = 3\n", "hardware h200: speed is not a value of a machine"),
         ("[h201]\ngpu_gib = 3\n", r"hardware h201: \w+ is missing"),
         ("[h200]\ngpu_gib = -1\n", "hardware h200: gpu_gib must be a number above 0, got -1"),
-        ("[h200]\nsource = 'guess'\n", "source must be one of measured, datasheet"),
         ("h200 = 3\n", r"h200 must be a machine: \[h200\]"),
         ("[h200\n", "is not a TOML file"),
     ],
 )
-def test_mistakes_in_a_file(table: Path, text: str, message: str) -> None:
+def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
+    table = tmp_path / "mine.toml"
     table.write_text(text)
     with pytest.raises(ValueError, match=message):
         find_hardware("h201" if "h201" in text else "h200", table)
