@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes bound to the CPUs near their GPU, as a made-up `/sys` tells; real threads, in forked processes."""
+"""Processes bound to the CPUs near their GPU, as a made-up `/sys` tells; real threads, in a process of their own."""
 
 from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,6 @@ from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._devices import affinity
 from offload_engine._devices.affinity import bind_to_gpu
 from offload_engine._devices.cpu import CpuDevice
-from tests.dist.launch import run_ranks
 
 GPUS = {0: 0x1B, 1: 0x9A, 2: 0x9B, 3: 0x9C, 4: 0x9D}
 CPUS = sorted(os.sched_getaffinity(0))
@@ -125,4 +126,5 @@ def _bind_for_real(root: Path) -> list[set[int]]:
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs to leave one out")
 def test_threads_that_run_and_threads_that_come_are_bound(tmp_path: Path) -> None:
     write(tmp_path, 0, f"{CPUS[-1]}\n")
-    assert run_ranks(_bind_for_real, tmp_path, pipeline=None) == [[{CPUS[-1]}] * 3]
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        assert process.submit(_bind_for_real, tmp_path).result(60) == [{CPUS[-1]}] * 3

@@ -255,7 +255,7 @@ def test_it_is_held_after_five_steps_of_an_optimizer_that_measure_memory_at_ever
 def test_other_microbatches_evaluation_in_between_and_another_engine_in_the_process(make: Make) -> None:
     reference, budget = make(config(dry_run=True)), lowest_budget(make) + 3 * ROWS * HIDDEN * 4 * 4  # some groups stay
     job = make(config(gpu_budget=budget))
-    for num_microbatches in (4, 4, 4, 4, 4, 2, 6, 1, 4, 6):
+    for num_microbatches in (4, 4, 4, 4, 4, 2, 6, 4):
         for each in (job, reference):
             each.step(num_microbatches)
             with torch.no_grad():

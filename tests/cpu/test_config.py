@@ -37,6 +37,7 @@ from offload_engine.sizes import Size, parse_bytes, parse_size
         (ValueError, "more than any storage has: nothing could ever be off", {"min_tensor_bytes": 2**70}),
         (ValueError, "nothing could ever be offloaded. Raise the limit or lower", {"host_limit_bytes": MIB - 1}),
         (TypeError, "directory must be a path, 'none' or None, got 3", {"directory": 3}),
+        *((TypeError, "policy must be an object such as", {"policy": wrong}) for wrong in ("lowest peak", Planned, 3)),
         (TypeError, "dry_run must be True or False, got 'false'", {"dry_run": "false"}),
         (ValueError, "gpu_budget must not be negative", {"gpu_budget": -1}),
         (ValueError, "dry_run moves nothing: omit one", {"gpu_budget": 1, "dry_run": True}),

@@ -133,6 +133,11 @@ def last_call(runtime: ctypes.CDLL) -> tuple[int, ...]:
     return [call for call in noted(runtime) if call[0] != RECORD][-1]
 
 
+def last_record(runtime: ctypes.CDLL) -> tuple[int, ...]:
+    """Return event and stream of the last record."""
+    return [call for call in noted(runtime) if call[0] == RECORD][-1][1:]
+
+
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 

@@ -157,9 +157,9 @@ def test_groups_ahead_count_while_they_have_device_bytes_and_until_their_backwar
 # -- other decisions: in a whole step another part makes up for a wrong one, at the cost of time ----------------------
 
 
-def test_bounds_and_policies_that_are_refused() -> None:
+def test_bounds_that_are_refused() -> None:
     for count in (GroupWindow, PrefetchWindow, ResidentLayers):
-        for value, error in ((0, ValueError), (-3, ValueError), (1.0, TypeError), ("2", TypeError), (True, TypeError)):
+        for value, error in ((0, ValueError), (1.0, TypeError), ("2", TypeError), (True, TypeError)):
             with pytest.raises(error, match=r"num_\w+ must be a positive number of \w+"):
                 count(value)  # type: ignore[arg-type]
     makes: list[Callable[[Any], Any]] = [
@@ -169,13 +169,9 @@ def test_bounds_and_policies_that_are_refused() -> None:
     ]
     for make in makes:
         make(0)
-        with pytest.raises(ValueError, match=r"_bytes must not be negative, got -1"):
-            make(-1)
-        with pytest.raises(TypeError, match=r"_bytes must be an integer number of bytes, got 1\.5"):
-            make(1.5)
-    for policy in ("lowest peak", GroupWindow, 3):
-        with pytest.raises(TypeError, match="policy must be an object such as"):
-            OffloadConfig(policy=policy)  # type: ignore[arg-type]
+        for value, told in ((-1, "not be negative, got -1"), (1.5, "be an integer number of bytes, got 1.5")):
+            with pytest.raises((ValueError, TypeError), match=f"_bytes must {told}"):
+                make(value)
     with pytest.raises(ValueError, match="needs horizon_bytes or max_inflight_bytes"):
         FixedBounds()
 
