@@ -113,17 +113,13 @@ def test_keywords_and_every_shape_of_output(
         def forward(self, flag: object = None, *, hidden: torch.Tensor) -> Any:
             return wrap(hidden * hidden.sin())
 
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Part()
-
+    class Around(nn.ModuleDict):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = self.part("flag", hidden=x)
+            out = self["part"]("flag", hidden=x)
             assert type(out) is type(wrap(x))
             return unwrap(out)
 
-    attachment = check_same_gradient(engine, Around(), Site("part", "part", None))
+    attachment = check_same_gradient(engine, Around({"part": Part()}), Site("part", "part", None))
     assert engine.stats.num_offloaded_groups == 1 and attachment.num_groups == Counter(part=1)
 
 
