@@ -38,6 +38,8 @@ from tests.engine_state import CountedLock, in_group, is_free, release_all
 
 NUMEL = 512
 
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
 
 @pytest.fixture
 def settings() -> dict[str, int]:
@@ -406,14 +408,6 @@ def test_host_memory_is_trimmed_on_request_and_at_the_end(engine: OffloadEngine)
 
 def innermost_hooks() -> Any:
     return torch_private.innermost_hooks(True)
-
-
-@pytest.fixture(autouse=True)
-def empty_stack() -> Iterator[None]:
-    assert innermost_hooks() is None
-    yield
-    while innermost_hooks() is not None:
-        torch_private.pop_hooks()
 
 
 class SaveInOrder(torch.autograd.Function):

@@ -203,14 +203,6 @@ def test_an_interrupt_behind_a_lease_loses_no_bytes(engine: OffloadEngine, monke
     assert engine.pool.num_leases == engine.pool.lent_bytes == 0
 
 
-@pytest.fixture
-def no_hooks() -> Iterator[None]:
-    """Leave no hooks to later tests."""
-    yield
-    while torch_private.innermost_hooks(True) is not None:
-        torch_private.pop_hooks()
-
-
 @pytest.mark.usefixtures("no_hooks")
 @pytest.mark.parametrize(
     ("name", "owner", "method", "number"),
