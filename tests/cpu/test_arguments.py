@@ -82,12 +82,14 @@ def test_fields_are_there_as_long_as_applied(config_class: Any) -> None:
         ({"offload_modules": ["all"]}, "unknown module name.*give --offload-gpu-budget, such as auto"),
         ({"offload_modules": ["mlp"]}, r"unknown module name.*did you mean mlp_norm mlp_fc1 mlp_act mlp_fc2\?"),
         ({"offload_modules": "core_attn"}, "must be a list of names"),
+        ({"offload_min_tensor_bytes": -1}, "offload_min_tensor_bytes must not be negative"),
         ({"offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
+        ({"offload_host_policy": "spill"}, "offload_host_policy must be one of keep, error"),
+        ({"offload_gpu_budget": 0.9}, "must be a size, such as '60GiB'"),
         ({"offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
         ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
         ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on a total"),
         ({"offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11}, "nothing could ever be offloaded"),
-        ({"offload_resident_bytes": 1, "offload_horizon_bytes": 1}, "offload_resident_bytes replaces offload_horizon"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "own fine_grained_activation"),
         ({"offload_recompute": "auto"}, "^offload_recompute=auto is about what a budget decides: give --offload-gpu"),
@@ -148,6 +150,7 @@ def test_flags() -> None:
     [
         ("host-limit-bytes", "-1", "'-1' is negative"),
         ("host-limit-bytes", "90%", "'90%' depends on a total, and there is none here"),
+        ("gpu-budget", "120%", "'120%' is not a share"),
         ("recompute", "on", "invalid choice: 'on'"),
     ],
 )

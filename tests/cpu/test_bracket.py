@@ -48,7 +48,6 @@ class Mlp(nn.Module):
 
 FC1 = Site("fc1", "0.linear_fc1", None)
 ACT = Site("act", "0.linear_fc1", "0.linear_fc2")
-FC2 = Site("fc2", "0.linear_fc2", None)
 
 
 @pytest.fixture

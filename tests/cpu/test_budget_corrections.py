@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions and their corrections, on one rank and on several, and what is left unused while a decision holds."""
+"""Decisions and their corrections, and what is left unused while a decision holds."""
 
 from __future__ import annotations
 

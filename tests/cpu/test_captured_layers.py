@@ -15,6 +15,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers
+from offload_engine._captured.saves import CapturedStorage, CapturedTensor
+from offload_engine._compat import reads
+from offload_engine._devices.base import HostRegion
 from offload_engine.captured_layers import CapturedLayers
 from tests.graph_device import GraphDevice
 from tests.lookups import present
@@ -559,6 +562,19 @@ def test_one_engine_captures_at_a_time_and_is_idle_then(engine: OffloadEngine, g
     layers.release()
     engine.close()
     refused(r"after close\(\)")
+
+
+def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> None:
+    tensor = torch.rand(8)
+    found = present(reads.read_plain(tensor, torch.device("cpu"), 1))
+    saved = CapturedStorage(0, found)
+    handle = CapturedTensor(tensor, found, saved)
+    slab = GraphDevice().new_slab(64)
+    assert not saved.release(HostRegion(slab, 0, 32), 0) and (saved.region, saved.may_leave()) == (None, False)
+    assert handle.tensor is not None and handle.tensor.data_ptr() == tensor.data_ptr()
+    assert torch.equal(handle.tensor, tensor) and not handle.is_modified
+    del tensor, found
+    assert saved.release(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
 
 
 def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: OffloadEngine, graphs: Graphs) -> None:

@@ -206,6 +206,20 @@ def test_a_recomputation_that_raises(offload: CheckpointOffload) -> None:
     assert offload.engine.pool.num_leases == 0 and not offload.engine.has_saved
 
 
+def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
+    """The outer one saves no input of the inner one, so there is nothing to offload."""
+
+    def nest(function: Checkpoint) -> list[torch.Tensor]:
+        def inner(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return function(block, x, use_reentrant=False)
+
+        return run(lambda block, x, use_reentrant: function(inner, block, x, use_reentrant=use_reentrant))
+
+    with offload:
+        found = nest(checkpoint)
+    assert offload.stats.num_groups == DEPTH and all_equal(found, nest(torch_checkpoint))
+
+
 # -- outside, errors ---------------------------------------------------------------------------------------------------
 
 

@@ -297,10 +297,8 @@ def test_bytes_leave_the_peak_one_for_one() -> None:
     grown = held_bytes(model, job, everything) - held_bytes(model, job, Choices())
     most, least = (max(job.residents(choices).before.values()) for choices in (everything, Choices()))
     assert grown == most - least
-    assert (
-        held_bytes(model.corrected(Excess(5)).corrected(Excess(0, -2)), job, everything)
-        == held_bytes(model, job, everything) + 3
-    )
+    corrected = model.corrected(Excess(5)).corrected(Excess(0, -2))
+    assert held_bytes(corrected, job, everything) == held_bytes(model, job, everything) + 3
     between = dataclasses.replace(model, between_bytes=100 * GIB)  # between steps
     assert held_bytes(between, job, Choices()) == 101 * GIB
     longer = dataclasses.replace(job, actions=tuple(no_pipelining(9)))
@@ -422,9 +420,7 @@ def test_slots_count_the_groups_of_one_name_in_one_layer_and_each_has_a_choice()
     assert slots_of(2, groups) == [Slot(2, 0, "a", 0), Slot(2, 0, "b", 0), Slot(2, 0, "a", 1), Slot(2, 1, "a", 0)]
     choices = Choices(frozenset({UP}), frozenset({DOWN}))
     found = [choices.of(slot) for slot in (UP, DOWN, Slot(0, 1, "up", 0))]
-    assert found == [Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD]
-    assert hash(choices) == hash(Choices(frozenset({UP}), frozenset({DOWN})))
-    assert choices and not Choices()
+    assert found == [Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD] and choices and not Choices()
     with pytest.raises(ValueError, match="0 0 up 0 is kept and recomputed: choose one"):
         Choices(frozenset({UP}), frozenset({UP}))
 
@@ -456,13 +452,11 @@ def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
     moved, could = ({slots[g.index] for _, (_, g) in each.moves()} for each in (plan, without))
     assert slots[3] in moved and moved == could - {slots[4]}
     assert [group.recomputed_bytes // MIB for group in after] == [52, 448]
-    option = RecomputeOption(
-        "mlp", mlp, 500 * MIB, 3.0, output_bytes=64 * MIB
-    )  # to the end of the first group's backward
-    [shape] = with_recomputation(rank.shapes, [option])
-    assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == [116, 448]
-    [shape] = with_recomputation(rank.shapes, [dataclasses.replace(option, comes_back=False)])
-    assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == [64, 0]
+    # An output is there to the end of the first group's backward.
+    for comes_back, expected in ((True, [116, 448]), (False, [64, 0])):
+        option = RecomputeOption("mlp", mlp, 500 * MIB, 3.0, comes_back, output_bytes=64 * MIB)
+        [shape] = with_recomputation(rank.shapes, [option])
+        assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == expected
     with pytest.raises(ValueError, match="it must replace a group"):
         RecomputeOption("mlp", frozenset(), 1, 1.0)
 

@@ -62,7 +62,6 @@ def test_bad_values_are_refused(error: type[Exception], message: str, settings: 
 def test_values_at_the_limits_and_defaults() -> None:
     config = OffloadConfig()
     assert (config.min_tensor_bytes, config.host_limit_bytes, config.directory) == (MIB, None, None)
-    assert not config.dry_run
     assert OffloadConfig(min_tensor_bytes=2**40).replace(host_limit_bytes=2**40).min_tensor_bytes == 2**40
     assert OffloadConfig(min_tensor_bytes=0, host_limit_bytes=0, directory="/there").directory == "/there"
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -97,7 +97,7 @@ def check_round_trip(device: CpuDevice, nbytes: int, offset: int = 0, is_closed:
     if is_closed:
         device.close()
     device.synchronize(event)
-    assert torch.equal(source, target)
+    assert torch.equal(source, target) and torch.equal(device.host_read(target[:1]).wait(), source[:1])
 
 
 # -- copies and their order -------------------------------------------------------------------------------------------

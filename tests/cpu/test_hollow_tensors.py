@@ -83,6 +83,20 @@ def test_integers_are_computed_from_integers_and_zero_from_floats(hollow: Hollow
         assert x.argmax(1).tolist() == [0] * 8 and x.sum().item() == 0
 
 
+def test_a_fused_function_allocates_its_result_only(hollow: HollowTensors) -> None:
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sigmoid() * 2 + 1
+
+    names: list[str] = []
+    hollow.run = lambda milliseconds, name: names.append(name)
+    with hollow, torch.no_grad():
+        x = torch.empty(MIB)
+        hollow.allocated.reset_peak()
+        out = hollow.fused(gated)(x)
+        assert out.shape == x.shape and hollow.allocated.peak_bytes == 8 * MIB
+    assert names == ["gated"]
+
+
 def test_kernels_take_the_longer_of_operations_and_bytes(hollow: HollowTensors) -> None:
     spent: list[float] = []
     hollow.run = lambda milliseconds, name: spent.append(milliseconds)
@@ -143,6 +157,7 @@ def test_a_users_file_changes_and_adds_machines(tmp_path: Path) -> None:
         ("[h200]\nspeed = 3\n", "hardware h200: speed is not a value of a machine"),
         ("[h201]\ngpu_gib = 3\n", r"hardware h201: \w+ is missing"),
         ("[h200]\ngpu_gib = -1\n", "hardware h200: gpu_gib must be a number above 0, got -1"),
+        ("[h200]\nsource = 'guess'\n", "source must be one of measured, datasheet"),
         ("h200 = 3\n", r"h200 must be a machine: \[h200\]"),
         ("[h200\n", "is not a TOML file"),
     ],

@@ -96,6 +96,7 @@ def lend_and_return(pool: HostPool, *sizes: int) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="limit_bytes must not be negative, got -1"):
         make_pool(limit_bytes=-1)
+    make_pool(limit_bytes=0)
     with pytest.raises(ValueError, match="slab_bytes must be positive"):
         make_pool(slab_bytes=0)
     pool, other = make_pool()[0], make_pool()[0]

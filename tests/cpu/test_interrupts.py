@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from types import FrameType
@@ -28,10 +29,11 @@ from offload_engine._compat.own_hooks import OwnHooks
 from offload_engine._devices import CpuDevice
 from offload_engine._devices.copy_worker import CopyThread
 from offload_engine._host.leases import GroupLease
+from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved import store
 from offload_engine.frontends._common.session import Session
 from tests.adversarial import AdversarialDevice
-from tests.engine_state import in_group
+from tests.engine_state import in_group, is_free
 from tests.interrupts.inject import PACKAGE
 from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Model
 
@@ -64,6 +66,14 @@ def interrupted(*_: object) -> None:
 
 
 needs_source = pytest.mark.skipif(IS_COMPILED, reason="nothing in compiled code can be replaced or interrupted")
+
+
+def test_a_lock_that_is_held_is_not_waited_for() -> None:
+    """By another thread, which releases it; nor by this one."""
+    lock: Any = threading.RLock()
+    with lock:
+        assert not run_if_free(lock, pytest.fail) and not is_free(lock)
+    assert is_free(lock)
 
 
 def interrupt_destructor(number: int) -> None:

@@ -434,7 +434,6 @@ A_POLICY: Any = GroupWindow(3)
     [
         (lambda net: enable_activation_offloading(net, "FSDP"), "unknown strategy 'FSDP'; expected one of 'fsdp', "),
         (lambda net: enable_activation_offloading(net, "fsdp2"), "sharded with fully_shard, but this Net is not dis"),
-        (lambda net: enable_activation_offloading(net, "ddp"), "wrapped in DistributedDataParallel"),
         (lambda net: enable_activation_offloading(net, layers=[]), "names no layer"),
         (lambda net: manage_activations(config=ALL, engine=OffloadEngine(ALL)), "a config or an engine"),
         (lambda net: manage_activations(group_bytes=0, config=ALL), "group_bytes must be positive, got 0"),
@@ -443,7 +442,7 @@ A_POLICY: Any = GroupWindow(3)
             lambda net: enable_activation_offloading(net, layers=[net.layers[0], nn.Linear(2, 2)]),
             r"layers\[1\] is a Linear that is not a module inside this Net",
         ),
-        (lambda net: enable_activation_offloading(net, layers=[net.head, net.head]), r"\[1\] is .* given twice"),
+        (lambda net: enable_activation_offloading(net, layers=[net.head] * 2), r"\[1\] is .* given twice"),
         (
             lambda net: enable_activation_offloading(net, layers=[net.layers]),
             r"layers\[0\] is layers, a ModuleList, which is never called: .* layers=list\(model\.layers\)",
