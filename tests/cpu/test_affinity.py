@@ -124,7 +124,8 @@ def _bind_for_real(root: Path) -> list[set[int]]:
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs to leave one out")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a fork beside threads
 def test_threads_that_run_and_threads_that_come_are_bound(tmp_path: Path) -> None:
     write(tmp_path, 0, f"{CPUS[-1]}\n")
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
         assert process.submit(_bind_for_real, tmp_path).result(60) == [{CPUS[-1]}] * 3

@@ -274,9 +274,9 @@ def test_copies_are_of_whole_storages_and_raise_copy_errors(cuda: CudaRuntime, r
     assert noted(runtime) == [*batch(copies, copied_out), *batch(copies, copied_in, is_in=True)]
     assert copied_in.handle != copied_out.handle
     for some in (copies[:1], copies):
-        for copy, arguments in ((cuda.copy_out, some), (cuda.copy_in, backwards(some))):
+        for copy in (partial(cuda.copy_out, STREAM, some), partial(cuda.copy_in, STREAM, backwards(some))):
             with having(runtime, "result", 1), pytest.raises(CopyError, match="CUDA error 1: reason 1"):
-                copy(STREAM, arguments)  # type: ignore[operator]
+                copy()
 
 
 def test_a_routine_calls_up_to_an_error(cuda: CudaRuntime, routine: CudaRoutine, runtime: ctypes.CDLL) -> None:
