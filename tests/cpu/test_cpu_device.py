@@ -139,6 +139,17 @@ def test_streams_do_not_wait_for_each_other_unless_told(device: CpuDevice) -> No
     assert fast.ran == [0, 1]
 
 
+def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
+    stream, slab, eight = device.new_stream("copy"), GatedSlab(), torch.zeros(8, dtype=torch.uint8)
+    copies = [(eight, HostRegion(slab, 0, 8)), (eight, HostRegion(slab, 8, 9))]
+    with pytest.raises(ValueError, match="a storage of that size"):
+        device.copy_out(stream, copies)
+    with pytest.raises(ValueError, match="a storage of that size"):
+        device.copy_in(stream, [(region, tensor) for tensor, region in copies])
+    finish(device, stream)
+    assert slab.ran == []
+
+
 @pytest.mark.timeout(60)  # a copy without a worker would never complete
 @pytest.mark.parametrize("how", ["no room", "interrupted before it", "interrupted behind it"])
 def test_a_start_that_goes_wrong_fails_one_copy(how: str, device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -406,3 +406,14 @@ def test_a_device_that_raises_takes_nothing(nbytes: int) -> None:
     assert [(each.slab, each.start) for each in taken] == [(0, 4 * number) for number in range(6)]
     assert [ids(each.events) for each in taken] == [ids([events[number // 2]]) for number in range(6)]
     assert not list(extents)
+
+
+def test_slabs_set_aside_count_against_the_limit_of_the_pool_and_of_further_books() -> None:
+    pool, _ = make_pool(limit_bytes=128, slab_bytes=32)
+    lend_and_return(pool, 128)
+    beside = pool.books_beside()
+    assert beside.grow(64, 64)
+    pool.set_aside(beside)
+    assert pool.room_bytes == 64
+    lend_all(pool, 32)
+    assert pool.books_beside().room() == 32
