@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from offload_engine import IterationStats, OffloadConfig, enable_activation_offloading
+from offload_engine import IterationStats, OffloadConfig, OffloadEngine, enable_activation_offloading
+from offload_engine._devices import copy_worker
 from offload_engine._observe.goals import Goals
 from offload_engine.config import MIB
 from offload_engine.policies import ResidentBudget
 from offload_engine.stats import StepTimes
+from tests.engine_state import in_group
+from tests.lookups import present
 
 GIB = 1 << 30
 
@@ -28,6 +32,27 @@ def test_a_line_for_people_and_metrics_with_units() -> None:
     expected = {"moved_gib": 3, "moved_percent": 75, "peak_resident_gib": 0.5, "late": 0}
     assert {**expected, "waited_ms": 20, "waited_percent": 2.5}.items() <= stats.metrics(times).items()
     assert expected.items() <= stats.metrics().items() and "waited_ms" not in stats.metrics()
+
+
+def test_waits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_slowly(*args: Any) -> Any:
+        time.sleep(0.005)
+        return read(*args)
+
+    read = copy_worker._read
+    monkeypatch.setattr(copy_worker, "_read", read_slowly)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none"))
+    for ask in (engine.timer.ask, engine.record):
+        ask()
+        with engine.iteration():  # compute waits for a copy-in that takes longer than it
+            chunk, x = engine.start_chunk(), torch.randn(1 << 21, requires_grad=True)
+            for _ in range(3):
+                x = in_group(chunk, torch.sigmoid, x)
+            x.sum().backward()
+        assert present(engine.timer.times).waited_ms > 0
+    waits = present(engine.last_record).waits
+    assert present(engine.timer.times).waited_ms == sum(wait.exposed_ms for wait in waits)
+    engine.close()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
