@@ -20,7 +20,7 @@ MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
 ONCE = {
     f"test_{name}"
     for name in (
-        "adversarial_device affinity bench_budgets bench_frontends budget_corrections config "
+        "adversarial_device affinity bench_frontends budget_corrections config "
         "ended_processes examples host_memory imports node_share observe_report package "
         "plan_command planner readme simulate sizes smp tools verifier other_trainers"
     ).split()

@@ -4,10 +4,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from offload_engine import ChunkKey, OffloadEngine
+import torch
+
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine, group_commit, group_start
 from offload_engine._host.try_lock import run_if_free
+
+
+def in_group(
+    chunk: ChunkOffloadHandler,
+    function: Callable[..., torch.Tensor],
+    *inputs: torch.Tensor,
+    name: str = "group",
+    **traits: Any,
+) -> torch.Tensor:
+    """Return `function(*inputs)`; what it saves is a group."""
+    first = group_start(inputs[0], chunk, name, GroupTraits(**traits))
+    with chunk.saved_tensors_hooks():
+        output = function(first, *inputs[1:])
+    return group_commit(output, chunk)
 
 
 def release_all(engine: OffloadEngine) -> None:

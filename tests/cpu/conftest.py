@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from offload_engine._compat import torch_private
 from tests.adversarial import AdversarialDevice
 
 
@@ -35,3 +36,12 @@ def interrupts_raise() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def no_hooks() -> Iterator[None]:
+    """Find no hooks on autograd's stack, and leave none to later tests."""
+    assert torch_private.innermost_hooks(True) is None
+    yield
+    while torch_private.innermost_hooks(True) is not None:
+        torch_private.pop_hooks()

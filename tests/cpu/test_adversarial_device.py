@@ -129,52 +129,6 @@ def test_a_missing_wait_gives_a_wrong_number_and_a_hazard(device: AdversarialDev
     assert any(hazard in found for found in device.hazards), device.hazards
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_a_release_is_ordered_where_the_bytes_go_or_recorded(device: AdversarialDevice, is_recorded: bool) -> None:
-    program = Program(device)
-    with device.compute_stream("comm") as comm:
-        tensor = torch.full((NUMEL,), 3.0)
-    if is_recorded:
-        device.record_stream(tensor, program.main)
-    device.wait_event(program.main, device.record_event(comm))
-    program.drop(tensor, program.copy_out(tensor))  # main waits for the copy; comm, whose pool gets the bytes, does not
-    del tensor
-    device.record_event(comm)
-    assert any("released" in found for found in device.hazards) == bool(device.hazards) != is_recorded
-
-
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_a_use_on_another_stream_must_be_ordered_before_the_drop(device: AdversarialDevice, is_ordered: bool) -> None:
-    program, tensor = Program(device), torch.full((NUMEL,), 3.0)
-    buffer, copied_in = program.copy_in(program.copy_out(tensor))
-    with device.compute_stream("comm") as comm:
-        device.wait_event(comm, copied_in)
-        result = as_floats(buffer) * 1
-    if is_ordered:
-        device.wait_event(program.main, device.record_event(comm))
-    device.wait_event(program.main, copied_in)
-    device.wait_event(program.out_stream, copied_in)
-    del buffer
-    assert result.eq(3.0).all() and bool(device.hazards) is not is_ordered
-
-
-def test_operations_of_backward_are_seen() -> None:
-    device = AdversarialDevice()
-    with device.observe_compute():
-        program = Program(device, skip="use")
-        leaf = torch.ones(NUMEL, requires_grad=True)
-
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, AdversarialEvent]:
-            copied_out = program.copy_out(tensor)
-            program.drop(tensor, copied_out)
-            return program.copy_in(copied_out)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: as_floats(packed[0])):
-            (leaf * 2).exp().sum().backward()
-    assert leaf.grad is not None and leaf.grad.isnan().all()
-    assert any("aten::mul on <stream main> reads or writes a buffer" in found for found in device.hazards)
-
-
 # -- the offline check of captured graphs -----------------------------------------------------------------------------
 
 

@@ -25,14 +25,11 @@ from offload_engine import (
     Action,
     CheckpointOffload,
     ChunkKey,
-    GroupTraits,
     OffloadConfig,
     OffloadEngine,
     OffloadError,
     Planned,
     enable_activation_offloading,
-    group_commit,
-    group_start,
     manage_activations,
     offload_wrapper,
 )
@@ -45,6 +42,7 @@ from offload_engine.frontends.integrations.pipelining import offload_schedule
 from offload_engine.plan_files import load_plan, plot_budget, save_plan
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, one_forward_one_backward
+from tests.engine_state import in_group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN, ROWS, DEPTH = 32, 64, 6
@@ -136,11 +134,7 @@ class ByHand(Job):
         chunk = self.engine.start_chunk(key)
         for index, layer in enumerate(self.model):
             for name, part in (("up", layer[:2]), ("down", layer[2:])):
-                keep = is_at_once and index == DEPTH - 1
-                x = group_start(x, chunk, name, GroupTraits(layer=index, keep=keep))
-                with chunk.saved_tensors_hooks():
-                    x = part(x)
-                x = group_commit(x, chunk)
+                x = in_group(chunk, part, x, name=name, layer=index, keep=is_at_once and index == DEPTH - 1)
         chunk.end_forward()
         return chunk, x.square().mean()
 
@@ -225,7 +219,7 @@ def test_budgets_between_floor_and_no_offload_hold_and_change_no_result(make: Ma
     lowest, most = lowest_budget(make), max(reference.peaks)
     assert lowest < most
     moved = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for share in (0.0, 0.3, 0.7, 1.0):
         budget = round(lowest + share * (most - lowest))
         job = make(config(gpu_budget=budget, recompute="off")).steps(8)
         assert_same_training(job, reference)
@@ -261,7 +255,7 @@ def test_it_is_held_after_five_steps_of_an_optimizer_that_measure_memory_at_ever
 def test_other_microbatches_evaluation_in_between_and_another_engine_in_the_process(make: Make) -> None:
     reference, budget = make(config(dry_run=True)), lowest_budget(make) + 3 * ROWS * HIDDEN * 4 * 4  # some groups stay
     job = make(config(gpu_budget=budget))
-    for num_microbatches in (4, 4, 4, 4, 4, 2, 6, 1, 4, 6):
+    for num_microbatches in (4, 4, 4, 4, 4, 2, 6, 4):
         for each in (job, reference):
             each.step(num_microbatches)
             with torch.no_grad():
@@ -299,23 +293,15 @@ def test_a_plan_is_saved_and_given_back(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_text() == file.read_text()
 
 
-class WithoutShapes:
-    """Stands for a policy of which no step tells the shapes; a compiled one takes no other method."""
-
-    def __init__(self, policy: Any) -> None:
-        self.own_bounds, self.slots = policy.own_bounds, policy.slots
-
-    def shapes(self, actions: object) -> None:
-        return None
-
-
 def test_where_chunks_differ_all_is_moved(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision before would have nothing move, and what has grown be measured in each second step."""
     longer = ROWS * 3 // 2
     reference = ByHand(config(dry_run=True)).steps(6).steps(20, rows=longer)
     job = ByHand(config(gpu_budget=max(reference.peaks[:6]))).steps(6)
     assert job.moved[-1] == 0
-    monkeypatch.setattr(job.controller.decider, "_policy", WithoutShapes(job.controller.decider._policy))
+    policy = job.controller.decider._policy
+    without = SimpleNamespace(own_bounds=policy.own_bounds, slots=policy.slots, shapes=lambda actions: None)
+    monkeypatch.setattr(job.controller.decider, "_policy", without)  # a compiled one takes no other method
     job.steps(20, rows=longer)
     assert [each.message.startswith("gpu_budget: no step could be planned") for each in caplog.records].count(True) == 1
     assert job.states[-1] is State.HOLD and all(job.moved[-10:]) and not job.controller.is_idle
@@ -421,13 +407,8 @@ class Allocator:
     def trim(self) -> None:
         self._reserved, self.num_trims = 0, self.num_trims + 1
 
-    def record(self) -> bool:
-        return False
-
-    def count(self) -> int:
-        return 0
-
-    def recorded(self) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gauge, name)  # it records no allocations
 
 
 def on_gpu(budget: int, in_floor: int = KIB, *of_steps: int, base: int = BASE) -> tuple[ByHand, Allocator]:

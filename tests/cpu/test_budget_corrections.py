@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions and their corrections, on one rank and on several, and what is left unused while a decision holds."""
+"""Decisions and their corrections, and what is left unused while a decision holds."""
 
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -75,54 +73,6 @@ def test_decisions_end_within_the_budget(wastes: tuple[float, float], num_steps:
             break
     assert len(held) == num_steps[index]
     assert max(held[2:] or held) <= budget and held[-1] == decider.chosen.best.held_bytes
-
-
-class Ranks:
-    """Deciders that agree with each other, each in a thread of its own."""
-
-    def __init__(self, number: int, varied_share: float) -> None:
-        self._said: list[tuple[int, ...]] = [()] * number
-        self._barrier = Barrier(number, timeout=30.0)
-        self.deciders = [self._decider(rank, varied_share) for rank in range(number)]
-
-    def _decider(self, rank: int, varied_share: float) -> Any:
-        def agree(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            self._said[rank] = numbers
-            self._barrier.wait()
-            most = tuple(map(max, zip(*self._said, strict=True)))
-            self._barrier.wait()
-            return most
-
-        job, model = one_rank()
-        ends = choose(job, model, 1 << 50, Costs())
-        budget = (ends.floor.held_bytes + ends.top.held_bytes) // 2
-        decider: Any = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
-        decider.agree, decider.known = agree, Known(job, model, Costs(), varied_share)
-        decider.decide()
-        return decider
-
-    def level(self) -> list[bool]:
-        with ThreadPoolExecutor(len(self.deciders)) as pool:
-            return list(pool.map(Decider.level, self.deciders))
-
-    def decisions(self) -> set[Decision]:
-        return {decider.decide() and decider.chosen.best.decision for decider in self.deciders}
-
-
-@pytest.mark.parametrize(
-    ("excess", "varied_share"), [(Excess(GIB, 0), 0.1), (Excess(0, GIB), 0.0), (Excess(-GIB, 2 * GIB), 0.0)]
-)
-def test_ranks_decide_alike_again_after_one_has_kept_less_by_itself(excess: Excess, varied_share: float) -> None:
-    """Also where it has corrected what is reserved in vain, and where it leaves another margin with what it keeps."""
-    ranks = Ranks(2, varied_share)
-    alone, _ = ranks.deciders
-    before = alone.chosen.best.decision
-    alone.correct(excess)
-    alone.decide(is_alone=True)
-    assert alone.chosen.best.decision != before
-    assert ranks.level() == [True, True]
-    assert len(ranks.decisions()) == 1 and alone.chosen.best.decision != before
-    assert ranks.level() == [False, False]
 
 
 # -- while a decision holds, window by window, on a decider that writes down what it is told --------------------------

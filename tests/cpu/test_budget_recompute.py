@@ -164,12 +164,6 @@ class Counting(Layer):
         return super().forward(self.norm(x))
 
 
-class Compiled(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self._compiled_call_impl = super()._call_impl
-
-
 class Communicating(Layer):
     """The other ranks might not run it again."""
 
@@ -178,20 +172,20 @@ class Communicating(Layer):
         return super().forward(x)
 
 
-class Checkpointing(Layer):
-    """Checkpoints a part of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradient_checkpointing = True
+def net_with(name: str, value: Callable[[nn.Module], Any]) -> Net:
+    """Return one whose layers have this attribute."""
+    net = Net()
+    for layer in net:
+        setattr(layer, name, value(layer))
+    return net
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: Net(Counting), "its forward writes buffers"),
-        (lambda: Net(Compiled), "it is compiled"),
-        (lambda: Net(Checkpointing), "it checkpoints a part of itself"),
+        (lambda: net_with("_compiled_call_impl", lambda layer: layer._call_impl), "it is compiled"),
+        (lambda: net_with("gradient_checkpointing", lambda _: True), "it checkpoints a part of itself"),
         (lambda: Net(Communicating), "its forward communicates with other ranks"),
         (lambda: Net(run=lambda layer, x: layer(x, past_key_values=[])), "it fills a cache of keys and values"),
         (lambda: Net(run=lambda layer, x: checkpoint(layer, x, use_reentrant=False)), "its caller checkpoints it"),

@@ -99,7 +99,7 @@ def budgets(name: str, count: int = 6) -> list[int]:
 def test_every_budget_holds_and_more_memory_takes_no_longer(name: str) -> None:
     floor, top = ends(name)
     before = floor.step_ms
-    for budget in budgets(name):
+    for budget in (budgets(name)[number] for number in (0, 2, 5)):
         best = chosen_for(name, budget).best
         assert best.held_bytes <= budget
         assert top.step_ms <= best.step_ms <= 1.001 * before
@@ -297,10 +297,8 @@ def test_bytes_leave_the_peak_one_for_one() -> None:
     grown = held_bytes(model, job, everything) - held_bytes(model, job, Choices())
     most, least = (max(job.residents(choices).before.values()) for choices in (everything, Choices()))
     assert grown == most - least
-    assert (
-        held_bytes(model.corrected(Excess(5)).corrected(Excess(0, -2)), job, everything)
-        == held_bytes(model, job, everything) + 3
-    )
+    corrected = model.corrected(Excess(5)).corrected(Excess(0, -2))
+    assert held_bytes(corrected, job, everything) == held_bytes(model, job, everything) + 3
     between = dataclasses.replace(model, between_bytes=100 * GIB)  # between steps
     assert held_bytes(between, job, Choices()) == 101 * GIB
     longer = dataclasses.replace(job, actions=tuple(no_pipelining(9)))
@@ -318,16 +316,6 @@ def test_a_correction_downwards_says_nothing_of_what_does_not_leave() -> None:
     with_room = Decision(resident_bytes=job.residents(everything).most * 2)
     for decision in (Decision(everything), with_room):
         assert predictor.predict(decision).held_bytes == held_bytes(model, job, everything)
-
-
-def test_steps_that_move_less_than_the_floor_reserve_less_in_vain() -> None:
-    """First predictions on an H200 were up to 1.1 GiB too high, because all took as much as the floor."""
-    job, model = one_rank()
-    wasting = dataclasses.replace(model, wasted_bytes=GIB)
-    slots = slots_of(0, job.shapes[0].groups)
-    kept = [Choices(), Choices(frozenset(slots[:1])), Choices(frozenset(slots))]
-    saved = [held_bytes(model, job, choices) - held_bytes(wasting, job, choices) for choices in kept]
-    assert saved == [0, round(0.2 * GIB), round(0.375 * GIB)]
 
 
 def test_where_several_chunks_wait_and_nothing_moves_more_is_reserved_in_vain() -> None:
@@ -432,9 +420,7 @@ def test_slots_count_the_groups_of_one_name_in_one_layer_and_each_has_a_choice()
     assert slots_of(2, groups) == [Slot(2, 0, "a", 0), Slot(2, 0, "b", 0), Slot(2, 0, "a", 1), Slot(2, 1, "a", 0)]
     choices = Choices(frozenset({UP}), frozenset({DOWN}))
     found = [choices.of(slot) for slot in (UP, DOWN, Slot(0, 1, "up", 0))]
-    assert found == [Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD]
-    assert hash(choices) == hash(Choices(frozenset({UP}), frozenset({DOWN})))
-    assert choices and not Choices()
+    assert found == [Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD] and choices and not Choices()
     with pytest.raises(ValueError, match="0 0 up 0 is kept and recomputed: choose one"):
         Choices(frozenset({UP}), frozenset({UP}))
 
@@ -466,13 +452,11 @@ def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
     moved, could = ({slots[g.index] for _, (_, g) in each.moves()} for each in (plan, without))
     assert slots[3] in moved and moved == could - {slots[4]}
     assert [group.recomputed_bytes // MIB for group in after] == [52, 448]
-    option = RecomputeOption(
-        "mlp", mlp, 500 * MIB, 3.0, output_bytes=64 * MIB
-    )  # to the end of the first group's backward
-    [shape] = with_recomputation(rank.shapes, [option])
-    assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == [116, 448]
-    [shape] = with_recomputation(rank.shapes, [dataclasses.replace(option, comes_back=False)])
-    assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == [64, 0]
+    # An output is there to the end of the first group's backward.
+    for comes_back, expected in ((True, [116, 448]), (False, [64, 0])):
+        option = RecomputeOption("mlp", mlp, 500 * MIB, 3.0, comes_back, output_bytes=64 * MIB)
+        [shape] = with_recomputation(rank.shapes, [option])
+        assert [group.recomputed_bytes // MIB for group in shape.groups[3:5]] == expected
     with pytest.raises(ValueError, match="it must replace a group"):
         RecomputeOption("mlp", frozenset(), 1, 1.0)
 

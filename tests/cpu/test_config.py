@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 from decimal import Decimal
@@ -21,7 +20,7 @@ from offload_engine._devices import CpuDevice
 from offload_engine.config import MIB, OffloadConfig
 from offload_engine.frontends._common.device import _compute_devices, device_for
 from offload_engine.policies import ResidentBudget
-from offload_engine.sizes import Size, bytes_flag, parse_bytes, parse_size
+from offload_engine.sizes import Size, parse_bytes, parse_size
 
 
 @pytest.mark.parametrize(
@@ -34,11 +33,11 @@ from offload_engine.sizes import Size, bytes_flag, parse_bytes, parse_size
             for name in ("min_tensor_bytes", "host_limit_bytes", "gpu_budget")
             for value in (1.5, 1e6, "1MiB", True)
         ),
-        (TypeError, "min_tensor_bytes", {"min_tensor_bytes": None}),
         (ValueError, "host_policy must be one of keep, error, got 'spill'", {"host_policy": "spill"}),
         (ValueError, "more than any storage has: nothing could ever be off", {"min_tensor_bytes": 2**70}),
         (ValueError, "nothing could ever be offloaded. Raise the limit or lower", {"host_limit_bytes": MIB - 1}),
         (TypeError, "directory must be a path, 'none' or None, got 3", {"directory": 3}),
+        *((TypeError, "policy must be an object such as", {"policy": wrong}) for wrong in ("lowest peak", Planned, 3)),
         (TypeError, "dry_run must be True or False, got 'false'", {"dry_run": "false"}),
         (ValueError, "gpu_budget must not be negative", {"gpu_budget": -1}),
         (ValueError, "dry_run moves nothing: omit one", {"gpu_budget": 1, "dry_run": True}),
@@ -63,7 +62,6 @@ def test_bad_values_are_refused(error: type[Exception], message: str, settings: 
 def test_values_at_the_limits_and_defaults() -> None:
     config = OffloadConfig()
     assert (config.min_tensor_bytes, config.host_limit_bytes, config.directory) == (MIB, None, None)
-    assert not config.dry_run
     assert OffloadConfig(min_tensor_bytes=2**40).replace(host_limit_bytes=2**40).min_tensor_bytes == 2**40
     assert OffloadConfig(min_tensor_bytes=0, host_limit_bytes=0, directory="/there").directory == "/there"
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -113,21 +111,23 @@ def test_model_with_weights_sharded_on_the_cpu_computes_elsewhere() -> None:
 # -- sizes as people type them ----------------------------------------------------------------------------------------
 
 
-def test_bytes() -> None:
-    for texts, nbytes in (
-        (("60GiB", "60G", "60 g", "60gib"), 60 << 30),
-        (("60GB",), 60_000_000_000),
-        (("1.5 GB",), 1_500_000_000),
-        ((".5k",), 512),
-        (("1.3KiB",), 1331),
-        (("2T",), 2 << 40),
-        (("1P",), 1 << 50),
-        ((" 1_048_576 ",), 1 << 20),
-        (("7B", "7.0"), 7),
-        (("0",), 0),
-    ):
-        for text in texts:
-            assert parse_bytes(text) == nbytes and parse_size(text) == Size(nbytes)
+@pytest.mark.parametrize(
+    ("texts", "nbytes"),
+    [
+        ("60GiB/60G/60 g/60gib", 60 << 30),
+        ("60GB", 60_000_000_000),
+        ("1.5 GB", 1_500_000_000),
+        (".5k/512", 512),
+        ("1.3KiB", 1331),
+        ("1P/1024T", 1 << 50),
+        (" 1_048_576 ", 1 << 20),
+        ("7B/7.0", 7),
+        ("0", 0),
+    ],
+)
+def test_bytes(texts: str, nbytes: int) -> None:
+    for text in texts.split("/"):
+        assert parse_bytes(text) == nbytes and parse_size(text) == Size(nbytes)
 
 
 def test_what_depends_on_how_much_there_is() -> None:
@@ -135,8 +135,6 @@ def test_what_depends_on_how_much_there_is() -> None:
     for text, percent, nbytes in (
         ("90%", "90", total * 9 // 10),
         ("12.5 %", "12.5", total // 8),
-        ("33.3%", "33.3", total * 333 // 1000),
-        ("100%", "100", total),
         ("auto", None, total - 5),
     ):
         assert parse_size(text) == Size(percent=None if percent is None else Decimal(percent))
@@ -162,16 +160,6 @@ def test_errors_name_what_was_given_and_what_is_accepted(text: str, message: str
     with pytest.raises(ValueError) as error:
         parse_size(text)
     assert str(error.value).startswith(f"{text!r} {message}") and "give" in str(error.value)
-
-
-def test_flags_say_it_as_argparse_does(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", type=bytes_flag("MiB"))
-    sizes = [parser.parse_args(["--size", text]).size for text in ("3", "1.5", "2GiB", "8B")]
-    assert sizes == [3 << 20, 3 << 19, 2 << 30, 8]
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--size", "3 x"])
-    assert "argument --size: '3 x' is not a size: give a number of MiB (2), or one" in capsys.readouterr().err
 
 
 WHOLE = st.integers(0, 1 << 60) | st.builds(lambda n, power: n << 10 * power, st.integers(0, 4096), st.integers(0, 5))

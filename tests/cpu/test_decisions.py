@@ -31,7 +31,7 @@ from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
-from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
+from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, TAIL
 from offload_engine.schedule import Action
 from tests.adversarial import AdversarialDevice
 
@@ -108,24 +108,6 @@ def test_groups_that_the_backward_passed_by_do_not_come_at_once() -> None:
         assert chain.resident_groups == chain.engine.stats.prefetch_misses == expected
 
 
-def test_groups_of_a_retained_graph_do_not_stop_the_prefetch() -> None:
-    chain = Chain(horizon_groups=2)
-    for index in reversed(range(DEPTH)):
-        chain.begin_backward(index)  # no graph is freed
-    assert chain.engine.stats.prefetch_misses == 0
-
-
-def test_horizons_differ_where_groups_do() -> None:
-    """The same three small groups after a large one: bytes let two more come, groups one."""
-
-    def issued(**settings: int) -> int:
-        return Chain(NUMEL, NUMEL, NUMEL, 4 * NUMEL, max_inflight_bytes=0, **settings).begin_backward(3)
-
-    assert issued() == 4 and issued(horizon_bytes=2 * GROUP_BYTES) == 3
-    assert issued(horizon_groups=2) == 2 and issued(prefetch_groups=1) == 2
-    assert issued(horizon_groups=1) == 1
-
-
 # -- what is counted as ahead -----------------------------------------------------------------------------------------
 
 
@@ -175,9 +157,9 @@ def test_groups_ahead_count_while_they_have_device_bytes_and_until_their_backwar
 # -- other decisions: in a whole step another part makes up for a wrong one, at the cost of time ----------------------
 
 
-def test_bounds_and_policies_that_are_refused() -> None:
+def test_bounds_that_are_refused() -> None:
     for count in (GroupWindow, PrefetchWindow, ResidentLayers):
-        for value, error in ((0, ValueError), (-3, ValueError), (1.0, TypeError), ("2", TypeError), (True, TypeError)):
+        for value, error in ((0, ValueError), (1.0, TypeError), ("2", TypeError), (True, TypeError)):
             with pytest.raises(error, match=r"num_\w+ must be a positive number of \w+"):
                 count(value)  # type: ignore[arg-type]
     makes: list[Callable[[Any], Any]] = [
@@ -187,13 +169,9 @@ def test_bounds_and_policies_that_are_refused() -> None:
     ]
     for make in makes:
         make(0)
-        with pytest.raises(ValueError, match=r"_bytes must not be negative, got -1"):
-            make(-1)
-        with pytest.raises(TypeError, match=r"_bytes must be an integer number of bytes, got 1\.5"):
-            make(1.5)
-    for policy in ("lowest peak", GroupWindow, 3):
-        with pytest.raises(TypeError, match="policy must be an object such as"):
-            OffloadConfig(policy=policy)  # type: ignore[arg-type]
+        for value, told in ((-1, "not be negative, got -1"), (1.5, "be an integer number of bytes, got 1.5")):
+            with pytest.raises((ValueError, TypeError), match=f"_bytes must {told}"):
+                make(value)
     with pytest.raises(ValueError, match="needs horizon_bytes or max_inflight_bytes"):
         FixedBounds()
 
@@ -305,13 +283,6 @@ def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
     horizon.count_issued(group(1))
     delaying.clear()
     assert not delaying._delayed and not horizon._recalled
-
-
-def test_all_copy_outs_are_released_at_the_end_of_an_iteration() -> None:
-    left = group(0)
-    policy = LowestPeakPolicy(ByteCounters(None), leaving_with(left))
-    assert list(policy.at(ITERATION_END, None, None)) == [(DROP, left)]
-    assert list(policy.at(HEAD, None, None)) == []
 
 
 @pytest.mark.parametrize("policy_type", [PrefetchWindowPolicy, GroupWindowPolicy])

@@ -19,15 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from offload_engine import (
     IS_COMPILED,
     ChunkOffloadHandler,
-    CopyError,
     FixedBounds,
     GroupTraits,
     OffloadConfig,
     OffloadEngine,
     OffloadError,
     ResidencyMeter,
-    group_commit,
-    group_start,
 )
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import OwnHooks, pop_own
@@ -37,9 +34,11 @@ from offload_engine._saved import store
 from offload_engine._saved.storage import SavedStorage, TensorGroup
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice, AdversarialStream
-from tests.engine_state import CountedLock, is_free, release_all
+from tests.engine_state import CountedLock, in_group, is_free, release_all
 
 NUMEL = 512
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
 
 
 @pytest.fixture
@@ -68,13 +67,6 @@ def make_engine(**settings: object) -> OffloadEngine:
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*(shape or (NUMEL,)), dtype=dtype).requires_grad_()
-
-
-def in_group(chunk: ChunkOffloadHandler, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    first = group_start(inputs[0], chunk, "group")
-    with chunk.saved_tensors_hooks():
-        output = function(first, *inputs[1:])
-    return group_commit(output, chunk)
 
 
 def check_against_plain(engine: OffloadEngine, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
@@ -129,15 +121,12 @@ def test_a_storage_at_the_address_of_one_that_left_is_another(is_read_once: bool
     engine.close()
 
 
-@pytest.mark.parametrize("outsider", ["before the group", "after the group", "both"])
-def test_a_storage_that_is_saved_outside_the_groups_too_leaves(engine: OffloadEngine, outsider: str) -> None:
+def test_a_storage_that_is_saved_outside_the_groups_too_leaves(engine: OffloadEngine) -> None:
     def function(x: torch.Tensor, in_group: Callable[..., torch.Tensor]) -> torch.Tensor:
         y = x * 1
         saved.append(StorageWeakRef(y.untyped_storage()))
-        early = y.cos() if outsider != "after the group" else 0
-        inside = in_group(torch.sin, y)
-        late = y.view(2, -1).exp().view(-1) * y if outsider != "before the group" else 0
-        return inside + early + late
+        early = y.cos()
+        return in_group(torch.sin, y) + early + y.view(2, -1).exp().view(-1) * y
 
     saved: list[StorageWeakRef] = []
     x = leaf()
@@ -313,17 +302,6 @@ def six_groups(engine: OffloadEngine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["out", "in"])
-def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEngine, kind: str) -> None:
-    device = engine.device
-    assert isinstance(device, AdversarialDevice)
-    device.fail_next_copy(kind, after=1)
-    with pytest.raises(CopyError, match=rf"copy-{kind} of group \d+ \(group\).*reset_iteration"), engine.iteration():
-        six_groups(engine).backward()
-    assert engine.pool.num_leases == 0
-    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
-
-
-@pytest.mark.parametrize("kind", ["out", "in"])
 def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: OffloadEngine) -> None:
     """No event tells of that copy, and the graph goes before the reset."""
     device: Any = engine.device
@@ -432,14 +410,6 @@ def innermost_hooks() -> Any:
     return torch_private.innermost_hooks(True)
 
 
-@pytest.fixture(autouse=True)
-def empty_stack() -> Iterator[None]:
-    assert innermost_hooks() is None
-    yield
-    while innermost_hooks() is not None:
-        torch_private.pop_hooks()
-
-
 class SaveInOrder(torch.autograd.Function):
     """Saves some tensors in their order, and gives `x` back times their total."""
 
@@ -455,24 +425,6 @@ class SaveInOrder(torch.autograd.Function):
 
 def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.sum() for tensor in tensors]).sum()
-
-
-def test_tensors_saved_while_the_hooks_pause_are_left_to_autograd(engine: OffloadEngine) -> None:
-    assert engine.meter is not None
-    x = leaf()
-    plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        with chunk.hooks.around_groups():
-            assert chunk.hooks.pause_around_groups() and innermost_hooks() is None
-            inner = (x * 1).exp()
-            chunk.hooks.resume()
-            assert engine.meter.current_bytes == 0
-            total = inner.sin().sum()
-            assert engine.meter.current_bytes == 4 * NUMEL
-        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
-        del inner, total
-    check_nothing_left(engine)
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["the whole", "its parts, of which one would keep it"])

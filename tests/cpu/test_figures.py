@@ -17,9 +17,9 @@ from offload_engine import IterationStats, OffloadConfig, OffloadEngine, enable_
 from offload_engine._devices import copy_worker
 from offload_engine._observe.goals import Goals
 from offload_engine.config import MIB
-from offload_engine.functions import group_commit, group_start
 from offload_engine.policies import ResidentBudget
 from offload_engine.stats import StepTimes
+from tests.engine_state import in_group
 from tests.lookups import present
 
 GIB = 1 << 30
@@ -45,13 +45,9 @@ def test_waits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for ask in (engine.timer.ask, engine.record):
         ask()
         with engine.iteration():  # compute waits for a copy-in that takes longer than it
-            chunk = engine.start_chunk()
-            x = torch.randn(1 << 21, requires_grad=True)
+            chunk, x = engine.start_chunk(), torch.randn(1 << 21, requires_grad=True)
             for _ in range(3):
-                x = group_start(x, chunk, name="layer")
-                with chunk.saved_tensors_hooks():
-                    x = x.sigmoid()
-                x = group_commit(x, chunk)
+                x = in_group(chunk, torch.sigmoid, x)
             x.sum().backward()
         assert present(engine.timer.times).waited_ms > 0
     waits = present(engine.last_record).waits

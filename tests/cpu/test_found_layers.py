@@ -52,45 +52,38 @@ def by_turns() -> Model:
     return Model(Attention(), Mixture(), Attention(), Mixture())
 
 
-def names(model: nn.Module) -> list[str]:
-    return [layer.name for layer in find_layers(model, None)]
-
-
-def test_layers_of_two_classes_by_turns() -> None:
+def with_an_embedding() -> Model:
+    """Whose embedding has more parameters than the layers, and is no reason to take the experts."""
     model = by_turns()
-    handle = enable_activation_offloading(model, config=CONFIG)
-    assert handle.layers == ("layers.0", "layers.1", "layers.2", "layers.3")
-    model(torch.ones(2, WIDTH)).sum().backward()
-    assert handle.stats.num_groups == 4
-    handle.remove()
-
-
-def test_an_embedding_is_no_reason_to_take_the_experts(caplog: pytest.LogCaptureFixture) -> None:
-    model = by_turns()
-    model.embedding = nn.Embedding(9999, WIDTH)
-    model.head = nn.Linear(WIDTH, 9999, bias=False)
+    model.embedding, model.head = nn.Embedding(9999, WIDTH), nn.Linear(WIDTH, 9999, bias=False)
     model.head.weight = model.embedding.weight
-    assert names(model) == ["layers.0", "layers.1", "layers.2", "layers.3"] and not caplog.records
+    return model
 
 
-def test_a_stem_a_trunk_and_a_head_in_a_list_are_no_layers(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model(nn.Linear(WIDTH, WIDTH), Model(*(Attention() for _ in range(3))), nn.LayerNorm(WIDTH))
-    assert names(model) == ["layers.1.layers.0", "layers.1.layers.1", "layers.1.layers.2"] and not caplog.records
-
-
-def test_lists_in_a_list_are_no_layers() -> None:
-    model = Model(*(nn.ModuleList(Attention() for _ in range(n)) for n in (2, 3)))
-    assert names(model) == ["layers.1.0", "layers.1.1", "layers.1.2"]
-
-
-def test_a_small_part_of_the_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model(nn.Linear(WIDTH, 9 * WIDTH), Mixture(2))
-    assert names(model) == ["layers.1.experts.0", "layers.1.experts.1"]
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "the layers that were found, layers.1.experts.0 to layers.1.experts.1, have 18% of the parameters of this Model"
-    )
-    assert "layers=[...]" in record.getMessage()
+@pytest.mark.parametrize(
+    ("make", "names", "told"),
+    [
+        (by_turns, "0 1 2 3", ""),
+        (with_an_embedding, "0 1 2 3", ""),
+        (
+            lambda: Model(nn.Linear(WIDTH, WIDTH), Model(*(Attention() for _ in range(3))), nn.LayerNorm(WIDTH)),
+            "1.layers.0 1.layers.1 1.layers.2",
+            "",
+        ),
+        (lambda: Model(*(nn.ModuleList(Attention() for _ in range(n)) for n in (2, 3))), "1.0 1.1 1.2", ""),
+        (
+            lambda: Model(nn.Linear(WIDTH, 9 * WIDTH), Mixture(2)),
+            "1.experts.0 1.experts.1",
+            "layers.1.experts.0 to layers.1.experts.1, have 18% of the parameters of this Model",
+        ),
+    ],
+    ids=["two classes by turns", "an embedding", "a trunk in a list", "lists in a list", "a small part is warned of"],
+)
+def test_which_layers_are_found(
+    make: Callable[[], Model], names: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [layer.name for layer in find_layers(make(), None)] == [f"layers.{name}" for name in names.split()]
+    assert len(caplog.records) == bool(told) and told in caplog.text
 
 
 # -- callbacks; their trainings: test_*_trainer.py --------------------------------------------------------------------

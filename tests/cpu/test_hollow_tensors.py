@@ -62,11 +62,7 @@ def test_attention_whose_heads_share_keys_takes_as_long(hollow: HollowTensors) -
     times = []
     for num_heads in (4, 16):
         ran: list[float] = []
-
-        def run(milliseconds: float, name: str, ran: list[float] = ran) -> None:
-            ran.append(milliseconds)
-
-        hollow.run = run
+        hollow.run = lambda milliseconds, name, ran=ran: ran.append(milliseconds)  # type: ignore[misc]
         with hollow, fused_attention():
             query = torch.empty(1, 16, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
             keys = torch.empty(1, num_heads, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -144,12 +140,8 @@ def test_gpus_that_copy_at_once_share_the_host(num_gpus: int, is_both_ways: bool
     assert find_hardware("h200x8").link(num_gpus, is_both_ways=is_both_ways) == link
 
 
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    return tmp_path / "mine.toml"
-
-
-def test_a_users_file_changes_and_adds_machines(table: Path) -> None:
+def test_a_users_file_changes_and_adds_machines(tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
     table.write_text("[h200]\nhost_gib = 500\n")
     assert find_hardware("h200x8", table).host_gib == 500
     assert find_hardware("h200x8", table).gpu_gib == find_hardware("h200").gpu_gib
@@ -170,7 +162,8 @@ def test_a_users_file_changes_and_adds_machines(table: Path) -> None:
         ("[h200\n", "is not a TOML file"),
     ],
 )
-def test_mistakes_in_a_file(table: Path, text: str, message: str) -> None:
+def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
+    table = tmp_path / "mine.toml"
     table.write_text(text)
     with pytest.raises(ValueError, match=message):
         find_hardware("h201" if "h201" in text else "h200", table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -52,21 +53,10 @@ def test_the_tightest_limit_counts(
 
 
 def test_of_a_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[str, int] = {}
-
-    def sysconf(name: str) -> int:
-        if name not in known:
-            raise ValueError("unrecognized configuration name")
-        return known[name]
-
-    monkeypatch.setattr(os, "sysconf", sysconf)
-    for pages, expected in (
-        ({}, 1 << 60),
-        ({"SC_PHYS_PAGES": 10}, 5 * 4096),  # macOS
-        ({"SC_AVPHYS_PAGES": -1, "SC_PHYS_PAGES": 10}, 5 * 4096),
-        ({"SC_AVPHYS_PAGES": 3, "SC_PHYS_PAGES": 10}, 3 * 4096),
-    ):
-        known.update({"SC_PAGE_SIZE": 4096, **pages})
+    for available, expected in ((None, 1 << 60), (-1, 5 * 4096), (3, 3 * 4096)):  # the second is as on macOS
+        known = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": available, "SC_PHYS_PAGES": 10}
+        sysconf = mock.Mock(side_effect=ValueError if available is None else known.__getitem__)
+        monkeypatch.setattr(os, "sysconf", sysconf)
         assert host_memory.available_host_bytes(tmp_path) == expected
 
 

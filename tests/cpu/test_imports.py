@@ -167,21 +167,3 @@ def test_imports_inside_a_package_go_downward(package: str) -> None:
         if layers.index(target) > layers.index(importer):
             wrong.append(f"{module}:{found.line} imports {target}, which is not below it")
     assert not wrong, "\n".join(wrong)
-
-
-def _module_level_state(tree: ast.Module) -> Iterator[str]:
-    """Names bound at module level to something that invites mutation: not a constant, not an alias, not a logger."""
-    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-    for node in tree.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
-            names = map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
-            yield from (name for name in names if name != "__all__" and not name.lstrip("_").isupper())
-    for each in ast.walk(tree):
-        if isinstance(each, ast.Global):
-            yield f"global {', '.join(each.names)}"
-
-
-@pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
-def test_no_state_at_module_level(package: str) -> None:
-    found = {m: list(_module_level_state(ast.parse(p.read_text()))) for m, p in _sources(package).items()}
-    assert not {m: names for m, names in found.items() if names}

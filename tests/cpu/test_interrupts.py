@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,8 +22,6 @@ from offload_engine import (
     OffloadEngine,
     OffloadError,
     enable_activation_offloading,
-    group_commit,
-    group_start,
     manage_activations,
 )
 from offload_engine._compat import torch_private
@@ -36,7 +33,7 @@ from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved import store
 from offload_engine.frontends._common.session import Session
 from tests.adversarial import AdversarialDevice
-from tests.engine_state import is_free
+from tests.engine_state import in_group, is_free
 from tests.interrupts.inject import PACKAGE
 from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Model
 
@@ -55,10 +52,7 @@ def engine() -> Iterator[OffloadEngine]:
 def forward_of_groups(engine: OffloadEngine) -> tuple[Any, torch.Tensor]:
     chunk, y = engine.start_chunk(), torch.randn(64, 64, requires_grad=True)
     for _ in range(4):
-        y = group_start(y, chunk, "group")
-        with chunk.saved_tensors_hooks():
-            y = y.sin()
-        y = group_commit(y, chunk)
+        y = in_group(chunk, torch.sin, y)
     return chunk, y
 
 
@@ -74,32 +68,12 @@ def interrupted(*_: object) -> None:
 needs_source = pytest.mark.skipif(IS_COMPILED, reason="nothing in compiled code can be replaced or interrupted")
 
 
-class Lock:
-    """A lock that gets a Ctrl-C while it is acquired."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-    def acquire(self, *args: Any, **kwargs: Any) -> bool:
-        taken = self.lock.acquire(*args, **kwargs)
-        signal.raise_signal(signal.SIGINT)
-        return taken
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.lock, name)
-
-
-def test_an_interrupt_leaves_the_lock_free_and_a_held_one_is_not_waited_for() -> None:
-    """While it is taken, and in the work that is done under it."""
-    interrupted_lock: Any = Lock()
-    lock, done = interrupted_lock.lock, list[str]()
-    for each, work in ((interrupted_lock, lambda: None), (lock, lambda: signal.raise_signal(signal.SIGINT))):
-        with pytest.raises(KeyboardInterrupt):
-            run_if_free(each, work)
-        assert is_free(lock)
+def test_a_lock_that_is_held_is_not_waited_for() -> None:
+    """By another thread, which releases it; nor by this one."""
+    lock: Any = threading.RLock()
     with lock:
-        assert not run_if_free(lock, lambda: done.append("by this thread")) and not is_free(lock)
-    assert not done and run_if_free(lock, lambda: done.append("free")) and done == ["free"] and is_free(lock)
+        assert not run_if_free(lock, pytest.fail) and not is_free(lock)
+    assert is_free(lock)
 
 
 def interrupt_destructor(number: int) -> None:
@@ -237,14 +211,6 @@ def test_an_interrupt_behind_a_lease_loses_no_bytes(engine: OffloadEngine, monke
     assert engine.failures.is_torn, "the reset is not over"
     step(engine)
     assert engine.pool.num_leases == engine.pool.lent_bytes == 0
-
-
-@pytest.fixture
-def no_hooks() -> Iterator[None]:
-    """Leave no hooks to later tests."""
-    yield
-    while torch_private.innermost_hooks(True) is not None:
-        torch_private.pop_hooks()
 
 
 @pytest.mark.usefixtures("no_hooks")

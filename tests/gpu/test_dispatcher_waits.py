@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,9 +26,6 @@ NUM_ROUNDS = 12
 # All that makes the host wait for the device on the way of the tokens, in megatron-core and in what replaces it.
 READS = (torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.masked_select)
 WAITS = [(torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (MappedRead, "wait")]
-
-# Of megatron-core's flex dispatcher -> what it needs, by flag in `fused_a2a` and by package.
-BACKENDS = {"deepep": ("HAVE_DEEP_EP", "deep_ep"), "hybridep": ("HAVE_HYBRIDEP", "deep_ep")}
 
 
 class Dispatch(NamedTuple):
@@ -52,25 +48,6 @@ def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int], GpuRanks]) -
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_no_wait_behind_a_copy(dispatcher: str, ranks: GpuRanks) -> None:
     _check(ranks, {"moe_token_dispatcher_type": dispatcher})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_wait_behind_a_copy_in_the_flex_dispatcher(backend: str, ranks: GpuRanks) -> None:
-    flag, package = BACKENDS[backend]
-    if find_spec(package) is None:
-        pytest.skip(f"needs {package}, which is not installed")
-    if not ranks.run(_has, flag)[0]:
-        pytest.skip(f"the {package} that is installed has no {backend} ({flag} is False in megatron-core's fused_a2a)")
-    if ranks.num_ranks == 1:
-        pytest.skip("the flex dispatcher needs 2 ranks of experts: run it on 2 GPUs")
-    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
-    _check(ranks, {**flex, "moe_router_dtype": "fp32"})
-
-
-def _has(flag: str) -> bool:
-    from megatron.core.transformer.moe import fused_a2a
-
-    return bool(getattr(fused_a2a, flag, False))
 
 
 def _check(ranks: GpuRanks, settings: dict[str, Any]) -> None:

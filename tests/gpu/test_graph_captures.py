@@ -20,7 +20,6 @@ from offload_engine import (
     OffloadEngine,
     OffloadError,
     enable_activation_offloading,
-    group_start,
 )
 from offload_engine._devices.regions import storage_at, whole
 from offload_engine.captured_layers import CapturedLayers
@@ -120,52 +119,6 @@ def test_replays_are_equal_to_the_last_bit(policy: PolicySettings) -> None:
             captured.release()
 
 
-def test_what_is_not_pinned_is_refused_in_the_capture_and_the_next_one_is_right() -> None:
-    training, graph = Training(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(training.stream), training.offload(LowestPeak()) as handle:
-        for _ in range(2):
-            training.step()
-        torch.cuda.synchronize()  # slabs that copies still read are not returned
-        assert handle.engine.trim_host_memory() > 0
-        with pytest.raises(OffloadError, match="none can be pinned"):
-            training.capture(handle, torch.cuda.CUDAGraph())
-        for _ in range(2):
-            training.step()
-        expected = training.result()
-        captured = training.capture(handle, graph)
-        training.check_replays(captured, graph, expected)
-        graph.reset()
-        captured.release()
-
-
-def test_a_capture_by_other_code_on_its_own_stream_is_announced_around_it() -> None:
-    """As megatron-core captures full iterations: eager steps on the default stream, a replay in the same call."""
-    training, graph = Training(), torch.cuda.CUDAGraph()
-    training.step()
-    expected = training.result()
-    with training.offload(LowestPeak()) as handle:
-        for _ in range(2):
-            training.step()
-        assert all_equal(training.result(), expected)
-        with handle.engine.graphs.capture() as captured:
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=training.stream, capture_error_mode="thread_local"):
-                training.step()
-            torch.cuda.synchronize()
-            training.forget()
-            graph.replay()
-        assert handle.stats.num_offloaded_groups > 0
-        assert all_equal(training.result(), expected)
-        training.check_replays(captured, graph, expected)
-        training.step()  # eagerly, on the default stream
-        assert all_equal(training.result(), expected)
-        graph.reset()
-        captured.release()
-
-
-# -- captures around offloaded modules that no one announces -----------------------------------------------------------
-
-
 def test_a_graph_of_a_forward_is_refused_and_the_next_step_is_right() -> None:
     training = Training()
     training.step()
@@ -176,27 +129,6 @@ def test_a_graph_of_a_forward_is_refused_and_the_next_step_is_right() -> None:
             training.model(training.inputs[0])
         training.step()
         assert all_equal(training.result(), expected) and handle.stats.num_offloaded_groups > 0
-
-
-def test_graphed_callables_are_refused() -> None:
-    layer = torch.nn.Linear(64, 64).cuda()
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1))
-
-    class Bracketed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            chunk = engine.active_chunk
-            return self.layer(hidden if chunk is None else group_start(hidden, chunk, name="layer"))
-
-    hidden = torch.randn(8, 64, device="cuda", requires_grad=True)
-    with pytest.raises(OffloadError, match="group 'layer' begins inside the capture"), engine.iteration():
-        engine.start_chunk()
-        torch.cuda.make_graphed_callables(Bracketed(), (hidden,), num_warmup_iters=0)
-    torch.cuda.synchronize()
-    engine.close()
 
 
 # -- the offline check of the captured graph: each two uses of the same bytes have a path between them -----------------

@@ -20,8 +20,6 @@ from offload_engine import (
     OffloadConfig,
     OffloadEngine,
     ResidentLayers,
-    group_commit,
-    group_start,
     manage_activations,
     offload_wrapper,
 )
@@ -31,6 +29,7 @@ from offload_engine.frontends._layers.find_layers import find_layers
 from offload_engine.frontends.layers import LayerOffload
 from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice
+from tests.engine_state import in_group
 
 WIDTH = 16
 NUM_LAYERS = 4
@@ -139,10 +138,7 @@ class ByHand(Job):
             return x.sum()
         chunk, y = engine.start_chunk(), x
         for block in self.model.blocks:
-            y = group_start(y, chunk, "block")
-            with chunk.saved_tensors_hooks():
-                y = block(y)
-            y = group_commit(y, chunk)
+            y = in_group(chunk, block, y)
             if x is self.held:
                 engine.held_elsewhere(x)
         return y.sum()
