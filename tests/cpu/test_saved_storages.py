@@ -31,6 +31,9 @@ AT_ONCE = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_byte
 LATE = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 30))
 
 
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
 @pytest.fixture
 def eager(device: AdversarialDevice) -> Iterator[OffloadEngine]:
     """Its copies are as late as the waits allow."""
@@ -146,12 +149,9 @@ def test_a_view_of_what_an_earlier_group_saved_is_not_copied_again(eager: Offloa
         (lambda x: x[:2], lambda x: x.view(torch.int16)[2], False),
     ],
 )
-def test_a_place_covers_what_was_saved_or_split_with_it(
-    saved: Callable[[torch.Tensor], torch.Tensor], other: Callable[[torch.Tensor], torch.Tensor], is_covered: bool
-) -> None:
+def test_a_place_covers_what_was_saved_or_split_with_it(saved: View, other: View, is_covered: bool) -> None:
     x = torch.zeros(SIDE, SIDE)
-    places = [read_plain(part(x), x.device, 0)[5] for part in (saved, other)]
-    assert covers(*places) == is_covered
+    assert covers(*(read_plain(part(x), x.device, 0)[5] for part in (saved, other))) == is_covered
 
 
 def save_parts(chunk: ChunkOffloadHandler) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -240,8 +240,6 @@ def test_bytes_that_are_handed_over_are_not_resident_any_more(eager: OffloadEngi
 
 
 # A backward writes into what it has saved: an error wherever another one would get other bytes than were saved.
-
-View = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(params=["resident", "recalled", "on host"])
