@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ replaces_constant = pytest.mark.skipif(IS_COMPILED, reason="a compiled constant 
 
 
 @pytest.fixture
-def cuda(runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:  # noqa: F811
+def cuda(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:  # noqa: F811
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(cuda_runtime, "_current_device", lambda: 0)
     return CudaRuntime(torch.device("cuda", 0), runtime)
@@ -91,8 +90,8 @@ def test_cuda_marks_are_events_with_timing_of_their_own(cuda: CudaRuntime, runti
 @replaces_constant
 def test_cuda_waits_for_both_marks_and_asks_for_the_time_between_on_their_device(
     cuda: CudaRuntime,
-    runtime: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    runtime: Any,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:
     """A new thread is on device 0, where its first call would make a context."""
     first, last, device = cuda.mark_time(STREAM), cuda.mark_time(STREAM + 8), mock.Mock(return_value=nullcontext())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -80,26 +79,23 @@ def test_stage_inputs(shape: Pipeline) -> None:
 @on_ranks()
 def test_embeddings_without_a_pipeline(logger: str, micro_batch: int) -> None:
     """`GPTModel.forward` keeps them in a local variable while it computes the loss, and logs them if it is asked to."""
-    storages: list[torch.UntypedStorage] = []
-    sizes: list[int] = []
+    storages, sizes = list[torch.UntypedStorage](), list[int]()
 
     def enter_decoder(module: Any, args: Any, kwargs: Any) -> None:
         storages.append(kwargs["hidden_states"].untyped_storage())
 
-    def note_size(module: Any, args: Any) -> None:
+    def note_size(*_: Any) -> None:
         sizes.append(storages[-1].nbytes())
-
-    def some(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
-        return forward_step((batch[:micro_batch] for batch in batches), model, *more)
 
     with _applied() as handle:
         (chunk,) = _chunks(["attn_norm"])
         chunk.decoder.register_forward_pre_hook(_as_known(enter_decoder), with_kwargs=True)
-        chunk.decoder.layers[1].register_forward_pre_hook(_as_known(note_size))
-        chunk.output_layer.register_forward_pre_hook(note_size)
+        for module in (chunk.decoder.layers[1], chunk.output_layer):
+            module.register_forward_pre_hook(_as_known(note_size))
         chunk.config.config_logger_dir = logger
         chunk.output_layer.register_forward_hook(lambda *_: setattr(chunk.config, "config_logger_dir", ""))
-        run([chunk], 1, forward_step=some)
+        batch = torch.zeros(micro_batch, SEQUENCE, dtype=torch.int64)
+        run([chunk], 1, make_batches=lambda _: iter([batch]))
         stats = stats_of(handle)
         assert (sizes == [0, 0]) == (not logger) and stats.num_viewed_storages == 0
         assert stats.num_emptied_storages == int(not logger)
@@ -115,8 +111,7 @@ def _as_known(hook: Any) -> Any:
 @on_ranks()
 def test_an_input_of_recomputation_that_other_code_keeps_stays() -> None:
     """Its holders are counted: of what no one knows of, one too many would be taken for a copy of megatron-core's."""
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    are_equal: list[bool] = []
+    kept, are_equal = list[tuple[torch.Tensor, torch.Tensor]](), list[bool]()
 
     def keep(module: Any, args: Any) -> None:
         kept.append((args[0].detach(), args[0].detach().clone()))
