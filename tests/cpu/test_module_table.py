@@ -218,19 +218,18 @@ def test_host_limit_below_one_activation(caplog: pytest.LogCaptureFixture) -> No
     assert "moe_paged_stash_buffer_size_factor_cpu=0.8 pins host memory" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("stats", "settings", "reason"),
-    [
+def test_why_a_step_has_moved_nothing() -> None:
+    cases: list[tuple[dict[str, int], dict[str, Any], str]] = [
         ({}, {}, "offload_min_tensor_bytes=1,048,576"),
         ({"num_kept_groups": 4}, {}, "offload_min_tensor_bytes"),
         ({"num_kept_groups": 4, "managed_bytes": 1 << 20}, {}, "at once"),
-        ({"num_kept_groups": 3, "managed_bytes": 1 << 20}, {}, None),
-        ({"managed_bytes": 1 << 20, "copied_out_bytes": 1 << 20}, {}, None),
-        ({}, {"dry_run": True}, None),
-        ({}, {"resident_bytes": 1 << 30}, None),
-        ({"num_groups": 0}, {}, None),
-    ],
-)
-def test_why_a_step_has_moved_nothing(stats: dict[str, int], settings: dict[str, Any], reason: str | None) -> None:
-    found = why_nothing_moved(IterationStats(**{"num_groups": 4, **stats}), OffloadConfig.from_flags(**settings))
-    assert found is None if reason is None else found is not None and reason in found
+        ({"num_kept_groups": 3, "managed_bytes": 1 << 20}, {}, ""),
+        ({"managed_bytes": 1 << 20, "copied_out_bytes": 1 << 20}, {}, ""),
+        ({}, {"dry_run": True}, ""),
+        ({}, {"resident_bytes": 1 << 30}, ""),
+        ({"num_groups": 0}, {}, ""),
+    ]
+    for stats, settings, reason in cases:
+        config = OffloadConfig.from_flags(**settings)
+        found = why_nothing_moved(IterationStats(**{"num_groups": 4, **stats}), config)
+        assert bool(found) == bool(reason) and reason in (found or ""), stats

@@ -29,9 +29,8 @@ TOTAL = 1024 * GIB
 AGENT, THREADS = 100, (100, 101)  # both threads have started processes
 
 
-@pytest.mark.parametrize(
-    ("variables", "num"),
-    [
+def test_launchers_say_how_many_processes_a_node_has() -> None:
+    cases: list[tuple[dict[str, str], int]] = [
         ({}, 1),
         ({"WORLD_SIZE": "64"}, 1),  # how many of them are here is not known
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, 8),  # torchrun in one task a node
@@ -41,10 +40,9 @@ AGENT, THREADS = 100, (100, 101)  # both threads have started processes
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"MPI_LOCALNRANKS": "3"}, 3),
         ({"SLURM_STEP_TASKS_PER_NODE": "4,8(x2)"}, 8),
-    ],
-)
-def test_launchers_say_how_many_processes_a_node_has(variables: dict[str, str], num: int) -> None:
-    assert num_processes_of_node(variables) == num
+    ]
+    for variables, num in cases:
+        assert num_processes_of_node(variables) == num, variables
 
 
 class Node:

@@ -90,8 +90,8 @@ def test_cuda_marks_are_events_with_timing_of_their_own(cuda: CudaRuntime, runti
 @replaces_constant
 def test_cuda_waits_for_both_marks_and_asks_for_the_time_between_on_their_device(
     cuda: CudaRuntime,
-    runtime: Any,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    runtime: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new thread is on device 0, where its first call would make a context."""
     first, last, device = cuda.mark_time(STREAM), cuda.mark_time(STREAM + 8), mock.Mock(return_value=nullcontext())

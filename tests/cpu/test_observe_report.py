@@ -105,9 +105,8 @@ def test_the_command_gathers_files(tmp_path: Path, capsys: pytest.CaptureFixture
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_a_file_that_is_no_recording_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content, message in (
         ("cut.json", b'{"traceEvents": [', "is not a trace: not complete, or not JSON"),
         ("list.json", b"[1, 2]", "expected a JSON object, got a list"),
         ("cut.json.gz", gzip.compress(b"{}" * 999, mtime=0)[:20], "is not a trace: not complete, or not JSON"),
@@ -115,17 +114,13 @@ def test_the_command_gathers_files(tmp_path: Path, capsys: pytest.CaptureFixture
         ("damaged.json", b'{"offloadEngineSteps": [{"version": 1}]}', "it is damaged"),
         ("other.json", b'{"offloadEngineSteps": [{"version": 0}]}', "a recorded step of version 0, expected 1"),
         ("missing.json", None, "No such file"),
-    ],
-)
-def test_a_file_that_is_no_recording_is_named(
-    name: str, content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    assert main([str(path)]) == 1
-    error = capsys.readouterr().err
-    assert str(path) in error and message in error and error.count("\n") == 1
+    ):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        assert main([str(path)]) == 1
+        error = capsys.readouterr().err
+        assert str(path) in error and message in error and error.count("\n") == 1
 
 
 # ---- traces ----

@@ -110,9 +110,8 @@ def test_thresholds() -> None:
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_bad_settings_are_rejected(applied: Handle) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"offload_min_tensor_bytes": "1,2"}, "offload_min_tensor_bytes: .*two sizes for all names"),
         ({"offload_min_tensor_bytes": "moe_act=1,moe_act=2"}, "two sizes for moe_act"),
         ({"offload_min_tensor_bytes": "moe_ac=1"}, "unknown module name 'moe_ac'.*did you mean 'moe_act'"),
@@ -122,11 +121,10 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
         ({"offload_num_layers": 1, **FULL}, "omit one of the two"),
         ({"offload_rank_delta_bytes": "x"}, "offload_rank_delta_bytes: 'x' is not a size"),
         ({"offload_fraction": 0.5, "offload_gpu_budget": "1G"}, "omit one of --offload-gpu-budget and --offload-fr"),
-    ],
-)
-def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:
-    with pytest.raises(ValueError, match=message):
-        resolve(make(offload_activation=True, **settings), NO_DEFAULTS)
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            resolve(make(offload_activation=True, **settings), NO_DEFAULTS)
 
 
 def test_fields_need_a_switch_in_the_configuration_or_in_front_of_the_script() -> None:
