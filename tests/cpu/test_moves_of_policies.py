@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,8 +34,8 @@ DELAYED = GroupTraits(may_delay=True)
 class Bench:
     """Chunks of equal groups, two a layer, and copies that complete when they are awaited or all are synchronized."""
 
-    def __init__(self, order: str | None = TWO, device: type = AdversarialDevice, **settings: Any) -> None:
-        self.device: AdversarialDevice = device(host_capacity=1 << 16)
+    def __init__(self, order: str | None = TWO, **settings: Any) -> None:
+        self.device = AdversarialDevice(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
         make = OffloadConfig if "policy" in settings else OffloadConfig.from_flags
         self.engine = OffloadEngine(make(**{"min_tensor_bytes": 0, **settings}), self.device, self.meter)
@@ -49,14 +49,15 @@ class Bench:
         return chunk
 
     def save(
-        self, chunk: ChunkOffloadHandler, name: str = "group", traits: GroupTraits | None = None, **more: Any
+        self, chunk: ChunkOffloadHandler, name: str = "group", traits: GroupTraits | None = None, tensor: Any = None
     ) -> None:
-        """Save a tensor that has the number of its group; `more`: that tensor, and whether the group ends a layer."""
+        """Save a tensor that has the number of its group; without one a new one."""
         handles = self.handles[chunk]
         chunk.open_group(name, traits)
-        tensor = more.pop("tensor", torch.full((GROUP_BYTES,), len(handles), dtype=torch.uint8))
+        if tensor is None:
+            tensor = torch.full((GROUP_BYTES,), len(handles), dtype=torch.uint8)
         handles.append(chunk.tensor_push(tensor))
-        chunk.close_group(**more)
+        chunk.close_group()
 
     def forward(
         self, key: ChunkKey | None = FIRST, names: str = NAMES, num_in_tail: int = -1, ends: bool = True, **options: Any
@@ -113,38 +114,6 @@ def test_copy_outs_before_the_tail_are_released_where_the_next_backward_begins(n
     assert bench.resident_groups == num_in_tail
     bench.begin_backward(first)
     assert bench.resident_groups == num_in_tail + 1  # the one in use
-    bench.finish()
-
-
-def test_completed_copy_outs_are_released_before_an_allocation() -> None:
-    bench = Bench(horizon_bytes=GROUP_BYTES)
-    first = bench.forward(FIRST)
-    bench.forward(SECOND)
-    assert bench.resident_groups == 2 + 1
-    bench.device.synchronize_all()
-    bench.meter.reset_peak()
-    bench.begin_backward(first)
-    assert bench.resident_groups == 1 + 1  # the one in use, and one ahead
-    assert bench.meter.peak_bytes == 3 * GROUP_BYTES  # never more than before
-    bench.finish()
-
-
-@pytest.mark.parametrize(("has_head", "before_head"), [(True, 1), (False, 0)])
-def test_copies_of_the_layer_before_the_last_may_be_in_flight_until_the_head_begins(
-    has_head: bool, before_head: int
-) -> None:
-    """Released where the last layer begins, they would leave the link without work while it runs.
-
-    What has had the time of a whole layer is: the first part of the layer before, and anything older.
-    """
-    bench = Bench(AT_ONCE, horizon_bytes=3 * GROUP_BYTES)
-    chunk = bench.forward(FIRST, keep_groups=KEPT, has_head=has_head)
-    assert bench.resident_groups == len(KEPT) + before_head
-    chunk.begin_head()
-    assert bench.resident_groups == len(KEPT)
-    for _ in range(2):  # once for each gradient of the logits
-        chunk.end_loss()
-        assert bench.resident_groups == len(KEPT) + 3
     bench.finish()
 
 
@@ -261,17 +230,6 @@ def test_write_to_a_sibling_after_the_commit_is_a_new_save() -> None:
     bench.finish()
 
 
-def test_they_are_issued_before_the_storage_is_taken_from_its_holders() -> None:
-    bench = Bench(AT_ONCE, **AMPLE)
-    chunk, held = bench.start(FIRST), torch.zeros(GROUP_BYTES, dtype=torch.uint8)
-    bench.save(chunk, traits=DELAYED, tensor=held)
-    bench.engine.held_elsewhere(held)
-    assert bench.num_copied_out == 1
-    release_all(bench.engine)
-    assert held.untyped_storage().nbytes() == 0
-    bench.backward(chunk)
-
-
 @pytest.mark.parametrize("settings", [{}, {"host_limit_bytes": 2 * GROUP_BYTES}, {"min_tensor_bytes": 2 * GROUP_BYTES}])
 def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, Any]) -> None:
     """The host tier is full, or nothing in the group is large enough to move."""
@@ -354,7 +312,9 @@ def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> No
     bench, resident = Bench(None, policy=ResidentLayers(2)), []
     chunk = bench.start()
     for number in range(6):
-        bench.save(chunk, traits=GroupTraits(layer=number // 3), ends_layer=number % 3 == 2)
+        chunk.open_group("group", GroupTraits(layer=number // 3))
+        bench.handles[chunk].append(chunk.tensor_push(torch.zeros(GROUP_BYTES, dtype=torch.uint8)))
+        chunk.close_group(ends_layer=number % 3 == 2)
         bench.device.synchronize_all()
         resident.append(bench.resident_groups)
     assert resident == [1, 1, 1, 2, 3, 4]
@@ -371,30 +331,3 @@ def test_after_a_reset_there_is_no_tail() -> None:
     bench.forward(SECOND).begin_backward()
     assert bench.resident_groups == 2 * NUM_GROUPS
     bench.finish()
-
-
-class PinningDevice(AdversarialDevice):
-    """Takes so long to issue a copy-out, as where host memory has to be pinned, that all earlier copies complete."""
-
-    def copy_out(self, stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
-        self.synchronize_all()
-        return super().copy_out(stream, copies)
-
-
-def test_copies_that_complete_while_the_next_one_is_issued_are_released_behind_it() -> None:
-    bench = Bench(device=PinningDevice)
-    chunk = bench.start(FIRST)
-    for _ in range(3):
-        bench.save(chunk)
-        assert bench.resident_groups == 1, "only the last one may still be leaving"
-    bench.finish()
-
-
-@pytest.mark.parametrize(("ends", "misses"), [(True, 0), (False, 1)])
-def test_the_last_forward_of_a_step_ends_too(ends: bool, misses: int) -> None:
-    """Else the first group of that chunk, and of those behind it, would be late: no other forward says it is over."""
-    bench = Bench(max_inflight_bytes=0)
-    first, second = bench.forward(FIRST, "qkv qkv"), bench.forward(SECOND, "qkv qkv", ends=ends)
-    bench.backward(first)
-    bench.backward(second)
-    assert bench.finish() == misses
