@@ -228,7 +228,7 @@ def test_what_is_recomputed_is_chosen_and_steps_are_the_same(shape: Pipeline) ->
 @on_ranks(Pipeline(2), timeout_s=240.0)
 def test_a_plan_is_written_drawn_and_given_back_unless_it_recomputes_what_may_not_be(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = {"offload_plan": f"{tmp_path}/plan.json", "offload_plan_plot": f"{tmp_path}/plan.png"}
+    files: dict[str, Any] = {"offload_plan": f"{tmp_path}/plan.json", "offload_plan_plot": f"{tmp_path}/plan.png"}
     expected = _step(_recomputing("dense"), NUM_MICROBATCHES)
     budget = _half_way("dense", expected)
     with where_the_link_is_behind():
