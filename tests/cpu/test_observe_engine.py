@@ -123,6 +123,7 @@ def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
     actions = parse_actions("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2")
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=AT_ONCE), AdversarialDevice())
     losses: dict[ChunkKey, torch.Tensor] = {}
+    engine.record()
     with engine.iteration(actions):
         for kind, key in actions:
             if kind == "B":
