@@ -180,18 +180,23 @@ def test_it_leaves() -> None:
         assert stats.num_viewed_storages == 0, name
 
 
+def _cases(of_latents: list[str], of_experts: list[str]) -> list[tuple[bool, bool, list[str]]]:
+    """List cases of models with experts, whose attention has latents or not."""
+    rows = [(True, names) for names in of_latents] + [(False, names) for names in of_experts]
+    return [(True, has_latents, names.split()) for has_latents, names in rows]
+
+
 OWN_NORM = "attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act"
-# What megatron-core's own test offloads, with norms and, in models with experts, the activation recomputed: names
-# by whether the model has experts, and whether its attention has latents; alone, and under the overlap.
-UPSTREAM: dict[tuple[bool, bool], list[str]] = {
-    (False, True): ["attn_norm"],
-    (True, True): ["core_attn attn_proj"],
-    (True, False): ["qkv_linear", "core_attn", "mlp_norm", "expert_fc1", "moe_act"],
-}
-UPSTREAM_OVERLAP: dict[tuple[bool, bool], list[str]] = {
-    (True, True): ["attn_norm", "core_attn", "attn_norm core_attn attn_proj", "mlp_norm", OWN_NORM],
-    (True, False): ["expert_fc1", "moe_act", "mlp_norm expert_fc1 moe_act", OWN_NORM],
-}
+# What megatron-core's own test offloads, with norms and, in models with experts, the activation recomputed: whether the
+# model has experts, whether its attention has latents, and the names; alone, and under the overlap.
+UPSTREAM = [
+    (False, True, ["attn_norm"]),
+    *_cases(["core_attn attn_proj"], ["qkv_linear", "core_attn", "mlp_norm", "expert_fc1", "moe_act"]),
+]
+UPSTREAM_OVERLAP = _cases(
+    ["attn_norm", "core_attn", "attn_norm core_attn attn_proj", "mlp_norm", OWN_NORM],
+    ["expert_fc1", "moe_act", "mlp_norm expert_fc1 moe_act", OWN_NORM],
+)
 ALONE_OR_NOT = [pytest.param(Pipeline(), id="alone", marks=pytest.mark.compat), Pipeline(expert=2)]
 
 
@@ -200,9 +205,8 @@ ALONE_OR_NOT = [pytest.param(Pipeline(), id="alone", marks=pytest.mark.compat), 
 def test_megatron_cores_own_cases(shape: Pipeline) -> None:
     overlap = {} if shape == Pipeline() else OVERLAP
     references: dict[tuple[bool, bool], dict[str, str]] = {}
-    models = UPSTREAM if shape == Pipeline() else UPSTREAM_OVERLAP
-    for model, names in ((model, each.split()) for model, cases in models.items() for each in cases):
-        has_experts, has_latents = model
+    for has_experts, has_latents, names in UPSTREAM if shape == Pipeline() else UPSTREAM_OVERLAP:
+        model = has_experts, has_latents
         kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
         settings = {**overlap, **selective(*(["layernorm", "moe_act"] if has_experts else ["layernorm"]))}
         settings.update({**(LATENT if has_latents else {}), **(GROUPED if has_experts else {})})
