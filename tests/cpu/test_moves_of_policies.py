@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,10 +34,8 @@ DELAYED = GroupTraits(may_delay=True)
 class Bench:
     """Chunks of equal groups, two a layer, and copies that complete when they are awaited or all are synchronized."""
 
-    def __init__(
-        self, order: str | None = TWO, device: type[AdversarialDevice] = AdversarialDevice, **settings: Any
-    ) -> None:
-        self.device = device(host_capacity=1 << 16)
+    def __init__(self, order: str | None = TWO, **settings: Any) -> None:
+        self.device = AdversarialDevice(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
         make = OffloadConfig if "policy" in settings else OffloadConfig.from_flags
         self.engine = OffloadEngine(make(**{"min_tensor_bytes": 0, **settings}), self.device, self.meter)
@@ -50,26 +48,24 @@ class Bench:
         self.handles[chunk] = []
         return chunk
 
-    def save(self, chunk: ChunkOffloadHandler, name: str = "group", traits: GroupTraits | None = None) -> None:
+    def save(
+        self, chunk: ChunkOffloadHandler, name: str = "group", traits: GroupTraits | None = None, tensor: Any = None
+    ) -> None:
+        """Save a tensor that has the number of its group; without one a new one."""
         handles = self.handles[chunk]
         chunk.open_group(name, traits)
-        handles.append(chunk.tensor_push(torch.full((GROUP_BYTES,), len(handles), dtype=torch.uint8)))
+        if tensor is None:
+            tensor = torch.full((GROUP_BYTES,), len(handles), dtype=torch.uint8)
+        handles.append(chunk.tensor_push(tensor))
         chunk.close_group()
 
     def forward(
-        self,
-        key: ChunkKey | None = FIRST,
-        names: str = NAMES,
-        num_in_tail: int | None = None,
-        ends: bool = True,
-        **options: Any,
+        self, key: ChunkKey | None = FIRST, names: str = NAMES, num_in_tail: int = -1, ends: bool = True, **options: Any
     ) -> ChunkOffloadHandler:
-        chunk = self.start(key, **options)
-        num_left = len(names.split())
-        for index, name in enumerate(names.split()):
+        chunk, each = self.start(key, **options), names.split()
+        for index, name in enumerate(each):
             self.save(chunk, name, GroupTraits(layer=index // 2))
-            num_left -= 1
-            if num_left == num_in_tail:
+            if index + 1 == len(each) - num_in_tail:
                 chunk.begin_tail()
         if ends:
             chunk.end_forward()
@@ -85,6 +81,11 @@ class Bench:
             assert (chunk.tensor_pop(handles.pop()) == index).all()
             chunk.on_group_start_backward()
 
+    def reset(self) -> None:
+        self.handles.clear()
+        self.engine.reset_iteration()
+        self.engine.begin_iteration(self.actions)
+
     def finish(self) -> int:
         """Finish the step; return how many storages were late."""
         self.handles.clear()
@@ -93,13 +94,8 @@ class Bench:
         assert self.device.hazards == []
         return misses
 
-    @property
-    def resident_groups(self) -> float:
-        return self.meter.current_bytes / GROUP_BYTES
-
-    @property
-    def num_copied_out(self) -> float:
-        return self.engine.stats.copied_out_bytes / GROUP_BYTES
+    resident_groups = property(lambda self: self.meter.current_bytes / GROUP_BYTES)
+    num_copied_out = property(lambda self: self.engine.stats.copied_out_bytes / GROUP_BYTES)
 
     @property
     def leaving(self) -> list[int]:
@@ -118,38 +114,6 @@ def test_copy_outs_before_the_tail_are_released_where_the_next_backward_begins(n
     assert bench.resident_groups == num_in_tail
     bench.begin_backward(first)
     assert bench.resident_groups == num_in_tail + 1  # the one in use
-    bench.finish()
-
-
-def test_completed_copy_outs_are_released_before_an_allocation() -> None:
-    bench = Bench(horizon_bytes=GROUP_BYTES)
-    first = bench.forward(FIRST)
-    bench.forward(SECOND)
-    assert bench.resident_groups == 2 + 1
-    bench.device.synchronize_all()
-    bench.meter.reset_peak()
-    bench.begin_backward(first)
-    assert bench.resident_groups == 1 + 1  # the one in use, and one ahead
-    assert bench.meter.peak_bytes == 3 * GROUP_BYTES  # never more than before
-    bench.finish()
-
-
-@pytest.mark.parametrize(("has_head", "before_head"), [(True, 1), (False, 0)])
-def test_copies_of_the_layer_before_the_last_may_be_in_flight_until_the_head_begins(
-    has_head: bool, before_head: int
-) -> None:
-    """Released where the last layer begins, they would leave the link without work while it runs.
-
-    What has had the time of a whole layer is: the first part of the layer before, and anything older.
-    """
-    bench = Bench(AT_ONCE, horizon_bytes=3 * GROUP_BYTES)
-    chunk = bench.forward(FIRST, keep_groups=KEPT, has_head=has_head)
-    assert bench.resident_groups == len(KEPT) + before_head
-    chunk.begin_head()
-    assert bench.resident_groups == len(KEPT)
-    for _ in range(2):  # once for each gradient of the logits
-        chunk.end_loss()
-        assert bench.resident_groups == len(KEPT) + 3
     bench.finish()
 
 
@@ -182,25 +146,20 @@ def test_copy_ins_are_ahead_until_awaited_or_unused(is_used: bool) -> None:
 
 def do(bench: Bench, chunk: ChunkOffloadHandler, what: str) -> ChunkOffloadHandler:
     """Take one step of a script; return the chunk that goes on."""
-    if what in ("save", "delay"):
-        bench.save(chunk, traits=DELAYED if what == "delay" else None)
-    elif what == "launch":
-        chunk.note_launch()
-    elif what == "complete":
-        bench.device.synchronize_all()
-        chunk.note_launch()
-        assert bench.engine.snapshot().inflight_bytes == 0
-    elif what == "end":
-        chunk.end_forward()
-    elif what == "next":
-        bench.engine.start_chunk(SECOND)
-    elif what == "backward":
-        chunk.on_group_commit_backward(chunk.groups[0])
-    elif what == "reset":
-        bench.handles.clear()
-        bench.engine.reset_iteration()
-        bench.engine.begin_iteration(bench.actions)
+    if what == "reset":
+        bench.reset()
         return bench.start(FIRST)
+    if what == "complete":
+        bench.device.synchronize_all()
+    steps: dict[str, Callable[[], object]] = {
+        "save": lambda: bench.save(chunk),
+        "delay": lambda: bench.save(chunk, traits=DELAYED),
+        **dict.fromkeys(("launch", "complete"), chunk.note_launch),
+        "end": chunk.end_forward,
+        "next": lambda: bench.engine.start_chunk(SECOND),
+        "backward": lambda: bench.begin_backward(chunk),
+    }
+    steps[what]()
     return chunk
 
 
@@ -263,30 +222,12 @@ def test_write_to_a_sibling_after_the_commit_is_a_new_save() -> None:
     """The copy does not stand behind that write, so it may or may not have it."""
     bench = Bench(AT_ONCE, **AMPLE)
     chunk = bench.start(FIRST)
-    first, second = torch.zeros(2 * GROUP_BYTES, dtype=torch.uint8).unsafe_chunk(2)
-    chunk.open_group("group", DELAYED)
-    waiting = chunk.tensor_push(first.fill_(1))
-    chunk.close_group()
-    assert bench.num_copied_out == 0
-    chunk.open_group("group")
-    pushed = chunk.tensor_push(second.fill_(2))
-    chunk.close_group()
-    assert bench.num_copied_out == 2 * 2
-    assert (chunk.tensor_pop(waiting) == 1).all() and (chunk.tensor_pop(pushed) == 2).all()
-    del waiting, pushed
+    parts = torch.zeros(2 * GROUP_BYTES, dtype=torch.uint8).unsafe_chunk(2)
+    for number, traits in enumerate((DELAYED, GroupTraits())):
+        bench.save(chunk, traits=traits, tensor=parts[number].fill_(number))
+        assert bench.num_copied_out == 2 * 2 * number
+    bench.backward(chunk)
     bench.finish()
-
-
-def test_they_are_issued_before_the_storage_is_taken_from_its_holders() -> None:
-    bench = Bench(AT_ONCE, **AMPLE)
-    chunk, held = bench.start(FIRST), torch.ones(GROUP_BYTES, dtype=torch.uint8)
-    chunk.open_group("group", DELAYED)
-    handle = chunk.tensor_push(held)
-    chunk.close_group()
-    bench.engine.held_elsewhere(held)
-    assert bench.num_copied_out == 1
-    release_all(bench.engine)
-    assert held.untyped_storage().nbytes() == 0 and (chunk.tensor_pop(handle) == 1).all()
 
 
 @pytest.mark.parametrize("settings", [{}, {"host_limit_bytes": 2 * GROUP_BYTES}, {"min_tensor_bytes": 2 * GROUP_BYTES}])
@@ -384,38 +325,9 @@ def test_after_a_reset_there_is_no_tail() -> None:
     bench = Bench(horizon_bytes=0)
     bench.engine._executor.leaving.largest_bytes = 1 << 20  # so that nothing is released before the backward
     bench.forward(FIRST, num_in_tail=0)
-    bench.handles.clear()
-    bench.engine.reset_iteration()
+    bench.reset()
     assert bench.engine.snapshot().inflight_bytes == 0
-    bench.engine.begin_iteration(bench.actions)
     bench.forward(FIRST)
     bench.forward(SECOND).begin_backward()
     assert bench.resident_groups == 2 * NUM_GROUPS
     bench.finish()
-
-
-class PinningDevice(AdversarialDevice):
-    """Takes so long to issue a copy-out, as where host memory has to be pinned, that all earlier copies complete."""
-
-    def copy_out(self, stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
-        self.synchronize_all()
-        return super().copy_out(stream, copies)
-
-
-def test_copies_that_complete_while_the_next_one_is_issued_are_released_behind_it() -> None:
-    bench = Bench(device=PinningDevice)
-    chunk = bench.start(FIRST)
-    for _ in range(3):
-        bench.save(chunk)
-        assert bench.resident_groups == 1, "only the last one may still be leaving"
-    bench.finish()
-
-
-@pytest.mark.parametrize(("ends", "misses"), [(True, 0), (False, 1)])
-def test_the_last_forward_of_a_step_ends_too(ends: bool, misses: int) -> None:
-    """Else the first group of that chunk, and of those behind it, would be late: no other forward says it is over."""
-    bench = Bench(max_inflight_bytes=0)
-    first, second = bench.forward(FIRST, "qkv qkv"), bench.forward(SECOND, "qkv qkv", ends=ends)
-    bench.backward(first)
-    bench.backward(second)
-    assert bench.finish() == misses

@@ -26,12 +26,11 @@ from tests.dist.launch import PlainGroup, run_ranks
 
 GIB = 1 << 30
 TOTAL = 1024 * GIB
-AGENT = 100
+AGENT, THREADS = 100, (100, 101)  # both threads have started processes
 
 
-@pytest.mark.parametrize(
-    ("variables", "num"),
-    [
+def test_launchers_say_how_many_processes_a_node_has() -> None:
+    cases: list[tuple[dict[str, str], int]] = [
         ({}, 1),
         ({"WORLD_SIZE": "64"}, 1),  # how many of them are here is not known
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, 8),  # torchrun in one task a node
@@ -41,25 +40,18 @@ AGENT = 100
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"MPI_LOCALNRANKS": "3"}, 3),
         ({"SLURM_STEP_TASKS_PER_NODE": "4,8(x2)"}, 8),
-    ],
-)
-def test_launchers_say_how_many_processes_a_node_has(variables: dict[str, str], num: int) -> None:
-    assert num_processes_of_node(variables) == num
+    ]
+    for variables, num in cases:
+        assert num_processes_of_node(variables) == num, variables
 
 
 class Node:
-    """A machine that shows its processes in `/proc`: children of an agent, some of which hold memory."""
+    """A machine that shows its processes in `/proc`: children of an agent, which hold some memory, as do others."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.held: dict[int, int] = {}
-        self.others = 0
-        for thread in (AGENT, AGENT + 1):  # both have started processes
-            (root / f"proc/{AGENT}/task/{thread}").mkdir(parents=True)
-
-    def start(self, pid: int, heap: int = 0) -> None:
-        self.held[pid] = heap
-        (self.root / f"proc/{pid}").mkdir()
+    def __init__(self, root: Path, held: dict[int, int], others: int = 0) -> None:
+        self.root, self.held, self.others = root, held, others
+        for folder in (*(f"{AGENT}/task/{thread}" for thread in THREADS), *map(str, held)):
+            (root / "proc" / folder).mkdir(parents=True)
 
     @property
     def free(self) -> int:
@@ -69,7 +61,7 @@ class Node:
         """Return what `pid` sees as its share."""
         proc, pids = self.root / "proc", sorted(self.held)
         (proc / "meminfo").write_text(f"MemTotal: {TOTAL >> 10} kB\nMemAvailable: {self.free >> 10} kB\n")
-        for thread, children in ((AGENT, pids[::2]), (AGENT + 1, [*pids[1::2], 999])):  # 999 has ended
+        for thread, children in zip(THREADS, (pids[::2], [*pids[1::2], 999]), strict=True):  # 999 has ended
             (proc / f"{AGENT}/task/{thread}/children").write_text(" ".join(map(str, children)) + " ")
         for each, held in self.held.items():
             text = f"Name:\tpython\nPid:\t{each}\nPPid:\t{AGENT}\nVmRSS:\t 1 kB\nRssAnon:\t{held >> 10:8} kB\n"
@@ -78,32 +70,21 @@ class Node:
         (proc / "self").symlink_to(str(pid))
         return share_of_memory(self.root, {"LOCAL_WORLD_SIZE": str(num_processes)})
 
-    def grow_to_the_limit(self, pid: int, heap: int = 0) -> int:
-        """Take all that a host pool would; return the bytes of the pool."""
-        pool = self.held[pid] - heap
-        room = int(DEFAULT_SHARE * (pool + self.may_take(pid))) - pool
-        self.held[pid] += max(0, room)
-        return self.held[pid] - heap
-
 
 @pytest.mark.parametrize(("heap", "others"), [(0, 0), (20 * GIB, 0), (0, TOTAL // 2)])
 def test_processes_that_start_one_after_the_other_get_the_same(heap: int, others: int, tmp_path: Path) -> None:
     """What they hold already counts for their share; memory of others is no part of what is shared."""
-    node = Node(tmp_path)
-    node.others = others
-    for pid in range(1, 9):
-        node.start(pid, heap)
-    assert sum(node.may_take(pid) for pid in range(1, 9)) == node.free, "what is promised at one moment is there"
-    pools = [node.grow_to_the_limit(pid, heap) for pid in range(1, 9)]
+    node = Node(tmp_path, dict.fromkeys(range(1, 9), heap), others)
+    assert sum(map(node.may_take, node.held)) == node.free, "what is promised at one moment is there"
+    for pid in node.held:
+        node.held[pid] += int(DEFAULT_SHARE * node.may_take(pid))  # all that a host pool would take
     share = DEFAULT_SHARE * ((TOTAL - others) / 8 - heap)
+    pools = [held - heap for held in node.held.values()]
     assert min(pools) == pytest.approx(share, rel=1e-6) == max(pools) and sum(pools) <= 8 * share
 
 
 def test_no_more_than_is_free_and_a_process_that_has_died_leaves_its_memory_to_the_others(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    node.start(1, heap=900 * GIB)  # it had a limit of its own
-    node.start(2)
-    node.others = 120 * GIB
+    node = Node(tmp_path, {1: 900 * GIB, 2: 0}, others=120 * GIB)  # the first had a limit of its own
     assert (node.may_take(1), node.may_take(2)) == (0, 4 * GIB)
     assert node.may_take(1, num_processes=1) == node.free == 4 * GIB, "alone a process may have all"
     del node.held[1]
@@ -131,26 +112,21 @@ def test_files_of_several_processes_share_a_directory(tmp_path: Path, monkeypatc
             assert device.free_host_bytes() < 4096
 
 
-def _hold_and_look(nbytes: int) -> list[int]:
+def _hold_and_look(nbytes: int) -> tuple[list[int], int]:
     """Return what this rank sees its siblings hold, before and after each took so much, and its own share of it."""
-    look = [_held_by_siblings()]
-    torch.distributed.barrier()
-    held = bytearray(b"x") * nbytes
-    torch.distributed.barrier()
-    look += [_held_by_siblings(), share_of_memory()]
-    torch.distributed.barrier()
-    assert len(held) == nbytes
-    return look
-
-
-def _held_by_siblings() -> int:
-    return sum(map(node_share._anonymous_bytes, node_share._siblings(Path("/"))))
+    held, looks = bytearray(), list[int]()
+    for _ in range(2):
+        looks.append(sum(map(node_share._anonymous_bytes, node_share._siblings(Path("/")))))
+        torch.distributed.barrier()
+        held = held or bytearray(b"x") * nbytes
+        torch.distributed.barrier()
+    return looks, share_of_memory()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
 def test_real_processes_see_each_other() -> None:
     nbytes = 64 << 20
-    for before, after, share in run_ranks(_hold_and_look, nbytes, world_size=3, pipeline=PlainGroup()):
+    for (before, after), share in run_ranks(_hold_and_look, nbytes, world_size=3, pipeline=PlainGroup()):
         assert 1.9 * nbytes < after - before < 3 * nbytes
         assert 0 < share < available_host_bytes() / 2  # a third, less what it holds
 
@@ -246,26 +222,21 @@ def test_a_node_or_a_machine_that_cannot_be_asked_is_skipped(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "numa_node", "does_tell", "expected"),
-    [
-        (1, "0\n", True, None),
-        (2, "1\n", True, 1),
-        (2, "-1\n", True, None),
-        (2, "garbled", True, None),
-        (2, "1", 0, None),
-    ],
+    ("nodes", "numa_node", "expected"), [(1, "0\n", None), (2, "1\n", 1), (2, "-1\n", None), (2, "garbled", None)]
 )
 def test_the_memory_node_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, numa_node: str, does_tell: bool, expected: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, numa_node: str, expected: int | None
 ) -> None:
     for node in range(nodes):
         (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text(numa_node)
-    properties = {"pci_domain_id": 0, "pci_bus_id": 0x1B, "pci_device_id": 0} if does_tell else {}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert numa_node_of(torch.device("cuda", 0), tmp_path) == expected
+    del properties.pci_bus_id  # as torch's older versions
+    assert numa_node_of(torch.device("cuda", 0), tmp_path) is None
 
 
 def test_cuda_without_a_gpu_and_with_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:

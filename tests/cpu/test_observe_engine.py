@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,10 +91,13 @@ def test_the_record_agrees_with_the_counters(make_device: Callable[[], Any], tmp
     assert read_records(tmp_path / "step1.json.gz") == [record] and len(list(tmp_path.iterdir())) == 1
 
 
-def recording_engine(**settings: Any) -> OffloadEngine:
+@contextmanager
+def recorded(**settings: Any) -> Iterator[tuple[OffloadEngine, ChunkOffloadHandler]]:
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), AdversarialDevice())
     engine.record()
-    return engine
+    with engine.iteration():
+        yield engine, engine.start_chunk()
+    assert engine.last_record is not None
 
 
 def moves_of(engine: OffloadEngine) -> list[tuple[str, str]]:
@@ -102,9 +106,7 @@ def moves_of(engine: OffloadEngine) -> list[tuple[str, str]]:
 
 
 def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> None:
-    engine = recording_engine()
-    with engine.iteration():
-        chunk = engine.start_chunk()
+    with recorded() as (engine, chunk):
         handles = in_group(chunk, torch.ones(64), keep=True)
         assert engine.stats.num_kept_groups == 1
         for _ in range(2):
@@ -119,8 +121,9 @@ def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
     """As cached rotary embeddings, by each microbatch: the bytes on the device are no longer those that were saved."""
     shared, weight = torch.full((256,), 3.0), torch.ones(256, requires_grad=True)
     actions = parse_actions("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2")
-    engine = recording_engine(policy=AT_ONCE)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=AT_ONCE), AdversarialDevice())
     losses: dict[ChunkKey, torch.Tensor] = {}
+    engine.record()
     with engine.iteration(actions):
         for kind, key in actions:
             if kind == "B":
@@ -137,17 +140,14 @@ def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
 
 def test_a_release_is_recorded_with_its_own_bytes_alone() -> None:
     """The second group shares a storage that the first has taken to the host before. What was recalled has none."""
-    engine, shared, own = recording_engine(policy=AT_ONCE), torch.zeros(64), torch.zeros(16)
-    with engine.iteration():
-        chunk = engine.start_chunk()
+    shared, own = torch.zeros(64), torch.zeros(16)
+    with recorded(policy=AT_ONCE) as (engine, chunk):
         handles = [in_group(chunk, shared), in_group(chunk, shared, own)]
         chunk.end_forward()
         del handles
     assert [move for _, move in moves_of(engine) if "DROP" in move] == ["DROP 0.0:0 256", "DROP 0.0:1 64"]
-    engine = recording_engine()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        handles = in_group(chunk, own)
+    with recorded() as (engine, chunk):
+        handles = [in_group(chunk, own)]
         chunk.recall_groups()
         del handles
     assert moves_of(engine) == [("F0.0:0", "OUT 0.0:0 64"), ("B0.0:turn", "IN 0.0:0 64")]
@@ -312,10 +312,7 @@ def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:
 def test_what_unpack_finds_on_the_host_is_a_miss_and_its_copy_in_is_recorded() -> None:
     """What is still leaving is recalled instead, which is recorded alike."""
     for settings, num_missed in (({"policy": AT_ONCE}, 1), (dict[str, Any](), 0)):
-        engine = recording_engine(**settings)
-        with engine.iteration():
-            chunk = engine.start_chunk()
-            handles = in_group(chunk, torch.ones(64))
-            chunk.hooks.unpack(handles.pop())
+        with recorded(**settings) as (engine, chunk):
+            chunk.hooks.unpack(in_group(chunk, torch.ones(64))[0])
         assert engine.stats.prefetch_misses == num_missed
         assert "IN 0.0:0 256" in [move for _, move in moves_of(engine)]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ replaces_constant = pytest.mark.skipif(IS_COMPILED, reason="a compiled constant 
 
 
 @pytest.fixture
-def cuda(runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:  # noqa: F811
+def cuda(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:  # noqa: F811
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(cuda_runtime, "_current_device", lambda: 0)
     return CudaRuntime(torch.device("cuda", 0), runtime)

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,27 +37,22 @@ MS_OF_COPY = 10 * 1.048576  # 10 "MiB" at 1 GB/s
 STATS = IterationStats(num_groups=2, num_offloaded_groups=1, prefetch_misses=3)
 
 
-@dataclass(eq=False)
 class Group:
     """What the engine's groups have, as far as a recorder looks."""
 
-    index: int = 0
-    name: str = "core_attn"
-    layer: int = 0
-    is_kept: bool = False
-    is_ungrouped: bool = False
-    own_bytes: int = 10 * KIB
-    chunk: ChunkKey = CHUNK
+    index, name, layer, own_bytes, chunk = 0, "core_attn", 0, 10 * KIB, CHUNK
+    is_kept = is_ungrouped = False
 
 
-@dataclass(eq=False)
+GROUP, OUTSIDE = Group(), Group()
+OUTSIDE.is_ungrouped = True
+
+
 class Storage:
-    """One saved storage."""
+    group, nbytes, stream = GROUP, 10 * KIB, "compute"
 
-    group: Group = field(default_factory=Group)
-    nbytes: int = 10 * KIB
-    stream: str = "compute"
-    tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(10, 256, dtype=torch.float32))
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(10, 256)
 
 
 class Step:
@@ -69,26 +63,23 @@ class Step:
         self.streams = {op: self.device.new_stream(name) for op, name in ((OUT, "copy_out"), (IN, "copy_in"))}
         self.recorder = Recorder(self.device, clock=lambda: round(self.device.clocks.now.host * 1e6), **options)
 
-    def save(self, group: Group) -> Storage:
-        storage = Storage(group)
-        self.recorder.note_saved(storage.tensor, group, storage=storage)
+    def save(self) -> Storage:
+        storage = Storage()
+        self.recorder.note_saved(storage.tensor, GROUP, storage=storage)
         return storage
 
-    def copy(self, op: Any, group: Group, *storages: Storage) -> Any:
-        stream = self.streams[op]
+    def copy(self, op: Any, awaited: Awaited, *storages: Storage) -> None:
+        """Copy storages, and have compute wait for that."""
+        stream, nbytes = self.streams[op], sum(s.nbytes for s in storages)
         self.device.wait_event(stream, self.device.record_event("compute"))
         begin = self.recorder.mark(stream)
-        nbytes = sum(s.nbytes for s in storages)
         self.device.copy(stream, nbytes)
-        self.recorder.note_copy(op, group, nbytes, begin, self.recorder.mark(stream))
+        self.recorder.note_copy(op, GROUP, nbytes, begin, self.recorder.mark(stream))
         self.note(Residency.COPYING_OUT if op is OUT else Residency.COPYING_IN, *storages)
-        self.recorder.note_move(op, group, nbytes)
-        return self.device.record_event(stream)
-
-    def wait(self, awaited: Awaited, group: Group, event: Any) -> None:
+        self.recorder.note_move(op, GROUP, nbytes)
         begin = self.recorder.mark("compute")
-        self.device.wait_event("compute", event)
-        self.recorder.note_wait(awaited, group, begin, self.recorder.mark("compute"))
+        self.device.wait_event("compute", self.device.record_event(stream))
+        self.recorder.note_wait(awaited, GROUP, begin, self.recorder.mark("compute"))
 
     def note(self, residency: Residency, *storages: Storage) -> None:
         for storage in storages:
@@ -104,17 +95,17 @@ def step() -> Iterator[Step]:
 
 def test_a_group_lives_through_its_stages_at_the_times_of_the_device(step: Step) -> None:
     """Saved, 5 ms of compute, out, released at its end, 7 ms on host, in, used for 3 ms."""
-    recorder, device, group = step.recorder, step.device, Group()
+    recorder, device = step.recorder, step.device
     recorder.note_boundary(FORWARD, CHUNK)
-    storages = [step.save(group), step.save(group)]
+    storages = [step.save(), step.save()]
     device.compute(5.0)
-    recorder.note_boundary(COMMIT, CHUNK, group)
-    step.wait(Awaited.COPY_OUT, group, step.copy(OUT, group, *storages))
+    recorder.note_boundary(COMMIT, CHUNK, GROUP)
+    step.copy(OUT, Awaited.COPY_OUT, *storages)
     step.note(Residency.ON_HOST, *storages)
-    recorder.note_move(DROP, group, 20 * KIB)
+    recorder.note_move(DROP, GROUP, 20 * KIB)
     device.compute(7.0)
-    recorder.note_boundary(BACKWARD, CHUNK, group)
-    step.wait(Awaited.COPY_IN, group, step.copy(IN, group, *storages))
+    recorder.note_boundary(BACKWARD, CHUNK, GROUP)
+    step.copy(IN, Awaited.COPY_IN, *storages)
     step.note(Residency.RESIDENT, *storages)
     device.compute(3.0)
     for storage in storages:
@@ -131,7 +122,7 @@ def test_a_group_lives_through_its_stages_at_the_times_of_the_device(step: Step)
 
 
 def test_it_keeps_no_tensor_and_no_storage_that_retired(step: Step) -> None:
-    storage = step.save(Group())
+    storage = step.save()
     tensor, gone = weakref.ref(storage.tensor), weakref.ref(storage)
     step.note(Residency.RETIRED, storage)
     del storage
@@ -143,7 +134,7 @@ def test_what_crosses_the_edges_of_the_step(step: Step, monkeypatch: pytest.Monk
     """Tensors saved before the recording are skipped, those that outlive it end with it; a fork has no record of it."""
     step.note(Residency.COPYING_OUT, Storage())
     step.recorder.note_storage_stays(Storage(), Reason.SHARED)
-    step.save(Group())
+    step.save()
     step.device.compute(4.0)
     pending = step.recorder.finish()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"recorded in process \d+: read its record"):
@@ -166,7 +157,7 @@ class Saving(torch.nn.Module):
         if self.parts and error is not None:
             with suppress(error):
                 self.parts[0](x, error)
-        self.recorder.note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
+        self.recorder.note_saved(x, OUTSIDE, reason=Reason.WEIGHT)
         if not self.parts and error is not None:
             raise error
 
@@ -176,14 +167,9 @@ def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: typ
     recorder = Step(modules=ModuleHooks()).recorder
     model = Saving(recorder, Saving(recorder), Saving(recorder))
     model(torch.zeros(3), error)
-    recorder.note_saved(torch.zeros(3), Group(is_ungrouped=True), reason=Reason.WEIGHT)
+    recorder.note_saved(torch.zeros(3), OUTSIDE, reason=Reason.WEIGHT)
     names = [saved.module for saved in recorder.finish().get().saved]
     assert names == ["parts.0", "parts.1", "parts.0", "Saving" if error is ValueError else "parts.0", ""]
-
-
-@pytest.fixture
-def observer() -> Observer:
-    return Observer()
 
 
 def run(observer: Observer, device: Any = None) -> bool:
@@ -196,8 +182,9 @@ def run(observer: Observer, device: Any = None) -> bool:
     return recorder is not None
 
 
-def test_only_the_step_that_was_asked_for_is_recorded(observer: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_step_that_was_asked_for_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """And who asks for its record does not wait for the rests of the thread."""
+    observer = Observer()
     monkeypatch.setattr(pace, "_REST_S", 1000.0)
     assert (run(observer), observer.record) == (False, None) and observer.report(STATS) == summary_of_stats(STATS)
     observer.ask()
@@ -215,8 +202,9 @@ def test_only_the_step_that_was_asked_for_is_recorded(observer: Observer, monkey
     ],
 )
 def test_the_file_has_the_numbers_in_its_name(
-    num_ranks: int, asked: str, written: str, observer: Observer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, asked: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    observer = Observer()
     monkeypatch.setattr(observer_module, "_num_ranks", lambda: num_ranks)
     monkeypatch.setattr(observer_module, "_rank", lambda: 1)
     observer.ask(tmp_path / asked)
@@ -260,9 +248,9 @@ def test_a_file_is_written_beside_the_training(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_file_that_cannot_be_written_is_logged_with_its_path(
-    observer: Observer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "missing" / "step.json"
+    observer, file = Observer(), tmp_path / "missing" / "step.json"
     observer.ask(file)
     run(observer)
     observer.close()

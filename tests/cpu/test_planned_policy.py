@@ -47,19 +47,23 @@ class Bench:
         config = config or OffloadConfig(policy=Planned(**bounds))
         self.engine = OffloadEngine(config.replace(min_tensor_bytes=0), self.device)
 
+    @property
+    def policy(self) -> Any:
+        return self.engine._executor.policy
+
     def step(
         self, actions: Sequence[Action], save: str | Save = "a b a b", told: Sequence[Action] | None = None
     ) -> None:
         """Run a step whose chunks save as `save` does, or groups of the names in it; `told`: to the engine."""
         saved: dict[ChunkKey, tuple[ChunkOffloadHandler, list[object]]] = {}
+        if isinstance(save, str):
+            names = save.split()
+            save = lambda _, chunk: [save_group(chunk, name, i) for i, name in enumerate(names)]  # noqa: E731
         with self.engine.iteration(actions if told is None else told):
             for kind, key in actions:
                 if kind == "F":
                     chunk = self.engine.start_chunk(key)
-                    if isinstance(save, str):
-                        saved[key] = chunk, [save_group(chunk, name, i) for i, name in enumerate(save.split())]
-                    else:
-                        saved[key] = chunk, save(self.engine, chunk)
+                    saved[key] = chunk, save(self.engine, chunk)
                     chunk.end_forward()
                     continue
                 chunk, handles = saved.pop(key)
@@ -95,11 +99,12 @@ def save_group(
 PIPELINE = one_forward_one_backward(2, 0, 4)
 
 
-def learned() -> Bench:
-    """Return a bench whose next step like these two has a plan."""
-    bench = Bench()
+def learned(**bounds: int) -> Bench:
+    """Return a bench whose second step like the first has had a plan, as the next ones have."""
+    bench = Bench(**bounds)
     for _ in range(2):
         bench.step(PIPELINE)
+    bench.check_planned()
     return bench
 
 
@@ -121,8 +126,7 @@ def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: PipelineJob
     reactive, planned = run_engine(job), run_engine(job, planned=True)
     assert planned.milliseconds == pytest.approx(reactive.milliseconds)
     assert planned.stalled == pytest.approx(reactive.stalled)
-    for before, after in zip(reactive.stats, planned.stats, strict=True):
-        assert after == before
+    assert planned.stats == reactive.stats
 
 
 @pytest.mark.parametrize("mib", [2000, 3000, 5000, 9000])
@@ -139,12 +143,11 @@ def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_
     bench, reactive = Bench(), Bench(OffloadConfig(policy=LowestPeak()))
     for each in (bench, reactive):
         each.step(PIPELINE)
-    assert [bench.engine.plan] == [None] and bench.engine.stats == reactive.engine.stats
+    assert not bench.engine.plan and bench.engine.stats == reactive.engine.stats
     bench.step(PIPELINE)
     first = bench.engine.plan
     assert first is not None and "OUT 0.0:0" in format_plan(first)
-    policy: Any = bench.engine._executor.policy
-    validate_plan(first, PIPELINE, policy._shapes)
+    validate_plan(first, PIPELINE, bench.policy._shapes)
     bench.step(one_forward_one_backward(2, 0, 3))
     bench.check_planned()
     assert bench.engine.plan != first
@@ -152,7 +155,7 @@ def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_
     assert bench.engine.plan is first
     for names in ("a large a b", "a b a b", "a b a b"):
         bench.step(PIPELINE, names)
-    assert policy.leaving.largest_bytes == GROUP_BYTES, "of the plan, not of all steps"
+    assert bench.policy.leaving.largest_bytes == GROUP_BYTES, "of the plan, not of all steps"
 
 
 @pytest.mark.parametrize("names", ["a c a b", "a b a", "a b a b b", "a large a b"])
@@ -205,20 +208,19 @@ def test_of_a_chunk_that_differs_one_group_comes_back_ahead_of_the_backward(
         del handles
 
 
-@pytest.mark.parametrize("order", ["", "F0.0", "F0.0 B0.0 F0.0 B0.0", "F0.0 F2.0 B2.0 B0.0"])
-def test_without_a_whole_schedule_there_is_no_plan(order: str) -> None:
-    bench = Bench()
-    for _ in range(2):
-        with bench.engine.iteration(parse_actions(order)):
-            pass
-    assert bench.engine.plan is None
+def test_without_a_whole_schedule_there_is_no_plan() -> None:
+    for order in ("", "F0.0", "F0.0 B0.0 F0.0 B0.0", "F0.0 F2.0 B2.0 B0.0"):
+        bench = Bench()
+        for _ in range(2):
+            with bench.engine.iteration(parse_actions(order)):
+                pass
+        assert bench.engine.plan is None, order
 
 
 def test_steps_without_a_schedule_follow_the_plan_of_what_a_budget_has_seen() -> None:
     bench, actions = Bench(), parse_actions("F0.0 B0.0")
-    policy: Any = bench.engine._executor.policy
     for seen in (actions, ()):
-        policy.allow(Allowance(actions=tuple(seen)))
+        bench.policy.allow(Allowance(actions=tuple(seen)))
         for _ in range(2):
             bench.step(actions, told=())
             assert (bench.engine.plan is not None) == (bool(seen) and _ > 0)
@@ -226,21 +228,14 @@ def test_steps_without_a_schedule_follow_the_plan_of_what_a_budget_has_seen() ->
 
 def test_shapes_are_forgotten_where_recomputation_changes() -> None:
     """Bytes of shapes only grow, so that what is recomputed would leave by the plan of larger groups."""
-    bench = Bench()
-    policy: Any = bench.engine._executor.policy
-    for _ in range(2):
-        bench.step(PIPELINE)
-    bench.check_planned()
-    kept = frozenset({Slot(0, 0, "a", 0)})
+    bench, kept = learned(), frozenset({Slot(0, 0, "a", 0)})
     for choices, is_known in ((Choices(kept), True), (Choices(recomputed=kept), False)):
-        policy.allow(Allowance(choices))
-        assert (policy.shapes(PIPELINE) is not None) == is_known
+        bench.policy.allow(Allowance(choices))
+        assert (bench.policy.shapes(PIPELINE) is not None) == is_known
 
 
 def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
-    bench = Bench(resident_bytes=3 * GROUP_BYTES)
-    for _ in range(2):
-        bench.step(PIPELINE)
+    bench = learned(resident_bytes=3 * GROUP_BYTES)
     plan = bench.engine.plan
     bench.engine.begin_iteration(PIPELINE)
     for kind, key in PIPELINE:
@@ -257,8 +252,8 @@ def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
 
 
 def test_a_chunk_that_differed_follows_the_plan_of_a_later_step_again() -> None:
-    bench = Bench(resident_bytes=1 << 20)
-    for names in ("a b a b", "a b a b", "a c a b", "a b a b", "a b a b"):
+    bench = learned(resident_bytes=1 << 20)
+    for names in ("a c a b", "a b a b", "a b a b"):
         bench.step(PIPELINE, names)
     bench.check_planned()
     assert bench.engine.stats.copied_out_bytes == 0, "all of it fits, and only unplanned chunks leave whatever fits"
@@ -272,8 +267,7 @@ def test_what_is_kept_is_in_no_plan_but_leaves_at_its_commit_once_it_has_grown()
         return handles
 
     bench, sizes = learned(), [GROUP_BYTES + 8, GROUP_BYTES]
-    policy: Any = bench.engine._executor.policy
-    kept = {slot: GROUP_BYTES for slot in policy.slots() if slot.name == "a"}
+    kept = {slot: GROUP_BYTES for slot in bench.policy.slots() if slot.name == "a"}
     bench.engine._keeping.allow(Allowance(Choices(frozenset(kept)), kept, 1 << 20))
     while sizes:
         bench.step(PIPELINE, save)
@@ -286,14 +280,13 @@ def test_what_is_kept_is_in_no_plan_but_leaves_at_its_commit_once_it_has_grown()
 def test_completed_copies_are_released_unless_their_room_is_budgeted(bounds: dict[str, int]) -> None:
     """With a plan and without one. Within a budget it must not depend on copies what an allocator reserves."""
     bench = Bench(**bounds)
-    policy: Any = bench.engine._executor.policy
     for _ in range(2):
         bench.step(PIPELINE)
-        assert policy.releases_completed is not bool(bounds)
+        assert bench.policy.releases_completed is not bool(bounds)
     bench.check_planned()
-    policy.allow(Allowance(Choices(frozenset({Slot(0, 0, "a", 0)}))))
+    bench.policy.allow(Allowance(Choices(frozenset({Slot(0, 0, "a", 0)}))))
     bench.step(PIPELINE)
-    assert not policy.releases_completed
+    assert not bench.policy.releases_completed
 
 
 @pytest.mark.parametrize("bounds", [{}, {"resident_bytes": 1 << 20}], ids=str)
@@ -372,10 +365,8 @@ def test_a_recorded_step_makes_the_moves_of_its_plan_at_their_boundaries(actions
 @pytest.mark.parametrize("order", ["", "F0.0 F0.1", "F0.0 F0.1 F0.2 F0.3"])
 @pytest.mark.parametrize("saves", [False, True])
 def test_an_evaluation_in_between_changes_no_plan(order: str, saves: bool) -> None:
-    bench = learned()
+    bench, actions = learned(), parse_actions(order)
     plan = bench.engine.plan
-    assert plan is not None
-    actions = parse_actions(order)
     with bench.engine.iteration(actions):
         for _, key in actions or PIPELINE[:2]:
             chunk = bench.engine.start_chunk(key)
@@ -418,10 +409,9 @@ def test_chunks_that_differ_in_more_than_bytes_have_no_plan_until_they_are_equal
         return handles
 
     bench = Bench()
-    policy: Any = bench.engine._executor.policy
     for _ in range(2):
         bench.step(PIPELINE, save)
-        assert bench.engine.plan is None and policy.slots() == frozenset()
+        assert bench.engine.plan is None and bench.policy.slots() == frozenset()
     for names in ("a b", "a b", "a c", "a c"):
         bench.step(PIPELINE, names)
     bench.check_planned()
@@ -476,27 +466,23 @@ def test_a_fraction_is_of_what_the_step_before_has_saved_unless_that_raised() ->
 
 
 def test_a_group_may_have_a_threshold_of_its_own() -> None:
-    bench = Bench()
-    with bench.engine.iteration(no_pipelining(1)):
-        chunk = bench.engine.start_chunk()
+    engine = Bench().engine
+    with engine.iteration(no_pipelining(1)):
+        chunk = engine.start_chunk()
         for least in (0, 256, 257):
-            chunk.open_group("group", GroupTraits(min_bytes=least))
-            chunk.hooks.unpack(chunk.hooks.pack(torch.ones(256, dtype=torch.uint8)))
-            chunk.close_group()
+            chunk.tensor_pop(save_group(chunk, "a", 0, GroupTraits(min_bytes=least), nbytes=256))
         assert [group.nbytes for group in chunk.groups] == [256, 256, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_bad_shares_are_rejected() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"fraction": 1.5}, "fraction must be from 0 to 1, got 1.5"),
         ({"kept_bytes": -1}, "kept_bytes must not be negative"),
         ({"fraction": "half"}, "fraction must be a number"),
         ({"fraction": 0.5, "policy": ResidentBudget(1)}, "fraction=0.5 and policy=.* both decide what stays"),
         ({"kept_bytes": 7, "policy": Planned()}, "kept_bytes=7 and policy=.* both decide what stays"),
         ({"fraction": 0.5, "gpu_budget": 1}, "fraction=0.5 and gpu_budget=1 both decide"),
-    ],
-)
-def test_bad_shares_are_rejected(settings: dict[str, object], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        OffloadConfig(**settings)  # type: ignore[arg-type]
+    ]
+    for settings, message in cases:
+        with pytest.raises((TypeError, ValueError), match=message):
+            OffloadConfig(**settings)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,20 +93,12 @@ def _mxfp8(data: torch.Tensor) -> torch.Tensor:
 
 def _nvfp4(data: torch.Tensor) -> torch.Tensor:
     """Its shape is that of `data`; in truth it has twice as many elements."""
-    return _of_te(
-        "nvfp4",
-        data,
-        "NVFP4Tensor",
-        "fp4_dtype",
-        rowwise_data=data,
-        rowwise_scale_inv=torch.full((128, 4), 2, dtype=torch.uint8),
-        columnwise_data=data.flatten()[::2].contiguous(),
-        columnwise_scale_inv=torch.full((4, 128), 3, dtype=torch.uint8),
-        amax_rowwise=torch.full((1,), 7.0),
-        amax_columnwise=torch.full((1,), 8.0),
-        quantizer=None,
-        with_gemm_swizzled_scales=False,
-    )
+    parts = (data, torch.full((128, 4), 2, dtype=torch.uint8), torch.full((1,), 7.0))
+    columns = (data.flatten()[::2].contiguous(), torch.full((4, 128), 3, dtype=torch.uint8), torch.full((1,), 8.0))
+    fields: dict[str, Any] = {"quantizer": None, "with_gemm_swizzled_scales": False}
+    for way, values in (("rowwise", parts), ("columnwise", columns)):
+        fields |= dict(zip((f"{way}_data", f"{way}_scale_inv", f"amax_{way}"), values, strict=True))
+    return _of_te("nvfp4", data, "NVFP4Tensor", "fp4_dtype", **fields)
 
 
 def _hybrid(data: torch.Tensor) -> torch.Tensor:
@@ -138,11 +131,10 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def engine() -> Iterator[OffloadEngine]:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+def engine(device: AdversarialDevice) -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
     yield engine
     engine.close()
-    assert not engine.device.hazards  # type: ignore[attr-defined]
 
 
 def _save(chunk: ChunkOffloadHandler, tensor: torch.Tensor) -> Any:
@@ -181,9 +173,7 @@ def test_matrices_stay_which_may_be_weights(make: Any, engine: OffloadEngine) ->
 class NVFP4Tensor(Quantized):
     """Cannot be detached, as a `HybridQuantizedTensor` of storages that are no tensors."""
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(func)
+    __torch_dispatch__ = mock.Mock(side_effect=NotImplementedError)
 
 
 def _of_experts() -> torch.Tensor:
@@ -192,19 +182,11 @@ def _of_experts() -> torch.Tensor:
     return te.GroupedTensor((16, 32), torch.float32, num_tensors=2, shapes=[(8, 32)] * 2, data=data)
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: Quantized(torch.ones(2, *SHAPE), torch.ones(8)), "Quantized"),
-        (lambda: NVFP4Tensor(torch.ones(2, *SHAPE), torch.ones(8)), "NVFP4Tensor"),
-        (_of_experts, "GroupedTensor"),
-    ],
-)
-def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(
-    make: Callable[[], torch.Tensor], name: str, engine: OffloadEngine
-) -> None:
-    tensor = make()
-    with pytest.warns(UserWarning, match=f"class {name} stay on the device: what they hold is"), engine.iteration():
+@pytest.mark.parametrize("kind", [Quantized, NVFP4Tensor, _of_experts])
+def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(kind: Any, engine: OffloadEngine) -> None:
+    tensor = kind() if kind is _of_experts else kind(torch.ones(2, *SHAPE), torch.ones(8))
+    warned = pytest.warns(UserWarning, match=f"class {type(tensor).__name__} stay on the device: what they hold is")
+    with warned, engine.iteration():
         chunk = engine.start_chunk()
         assert chunk.hooks.unpack(_save(chunk, tensor)) is tensor
     assert engine.stats.copied_out_bytes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,26 +25,24 @@ class Base:
         return "inherited"
 
 
-class Target(Base):
-    def method(self) -> str:
-        return "method"
-
-    @staticmethod
-    def static() -> str:
-        return "static"
-
-    @classmethod
-    def of_class(cls) -> str:
-        return cls.__name__
-
-
 @pytest.fixture
-def module() -> Iterator[types.ModuleType]:
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    class Target(Base):
+        def method(self) -> str:
+            return "method"
+
+        @staticmethod
+        def static() -> str:
+            return "static"
+
+        @classmethod
+        def of_class(cls) -> str:
+            return cls.__name__
+
     fake = types.ModuleType("patched_module")
-    fake.__dict__.update(function=lambda: "function", Target=type("Target", (Target,), dict(vars(Target))), Base=Base)
-    sys.modules["patched_module"] = fake
-    yield fake
-    del sys.modules["patched_module"]
+    fake.__dict__.update(function=lambda: "function", Target=Target)
+    monkeypatch.setitem(sys.modules, "patched_module", fake)
+    return fake
 
 
 def shout(original: Callable[..., str]) -> Callable[..., str]:

@@ -35,25 +35,6 @@ from tests.graph_device import GraphDevice, GraphWithoutReplay  # noqa: E402
 ROWS = [row for row in recompute_rows(SimpleNamespace()) if row.target.endswith((":checkpoint", ":te_checkpoint"))]
 
 
-class Bracket:
-    """Notes its entries and exits."""
-
-    def __init__(self, is_active: bool) -> None:
-        self.is_active = is_active
-        self.seen: list[Any] = []
-
-    def enter(self) -> bool:
-        self.seen.append("enter")
-        return self.is_active
-
-    def commit(self, output: Any) -> Any:
-        self.seen.append(output)
-        return f"marked {output}"
-
-    def abandon(self) -> None:
-        self.seen.append("abandon")
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
 def test_its_call_is_bracketed_and_left_after_an_exception(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, name = row.target.partition(":")
@@ -61,15 +42,19 @@ def test_its_call_is_bracketed_and_left_after_an_exception(row: Patch, monkeypat
         pytest.skip(f"megatron-core {installed_version()} has no such function; needed is {row.versions}")
     owner, runner = importlib.import_module(module), SimpleNamespace()
     monkeypatch.setattr(owner, name, lambda x: f"1 / {x} = {1 // x}")
-    active, passive = Bracket(True), Bracket(False)
+    active, passive = (
+        mock.Mock(**{"enter.return_value": is_active, "commit.return_value": "marked"}) for is_active in (True, False)
+    )
     with apply_patches([r for r in recompute_rows(runner) if r.target == row.target]):
-        for bracket, expected in ((active, "marked 1 / 1 = 1"), (passive, "1 / 1 = 1"), (None, "1 / 1 = 1")):
+        for bracket, expected in ((active, "marked"), (passive, "1 / 1 = 1"), (None, "1 / 1 = 1")):
             runner.checkpoint_bracket = lambda _, bracket=bracket: bracket
             assert getattr(owner, name)(1) == expected
         runner.checkpoint_bracket = lambda _: active
         with pytest.raises(ZeroDivisionError):
             getattr(owner, name)(0)
-    assert (active.seen, passive.seen) == (["enter", "1 / 1 = 1", "enter", "abandon"], ["enter"])
+    call = mock.call
+    assert active.mock_calls == [call.enter(), call.commit("1 / 1 = 1"), call.enter(), call.abandon()]
+    assert passive.mock_calls == [call.enter()]
 
 
 def test_inside_a_capture_what_is_recomputed_returns_what_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,25 +108,21 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(DeviceTensor)
 
 
-class Reader:
-    """Notes what is read, and reads it."""
+def reader() -> Any:
+    """Return an engine whose device reads tensors."""
 
-    def __init__(self) -> None:
-        self.reads: list[torch.Tensor] = []
-        self.device = self
-
-    def host_read(self, tensor: torch.Tensor) -> Any:
-        self.reads.append(tensor)
+    def host_read(tensor: torch.Tensor) -> Any:
         plain = tensor.as_subclass(torch.Tensor).clone()
         return SimpleNamespace(tensor=plain, wait=lambda: plain)
+
+    return mock.Mock(**{"device.host_read.side_effect": host_read})
 
 
 @pytest.fixture
 def runner() -> Iterator[Any]:
     """Has the rows applied, and a step running."""
-    runner: Any = SimpleNamespace(running_engine=Reader())
-    with apply_patches(moe_rows(runner)) as applied:
-        runner.rows = applied.rows
+    runner: Any = SimpleNamespace(running_engine=reader())
+    with apply_patches(moe_rows(runner)):
         yield runner
 
 
@@ -150,13 +131,14 @@ def test_a_running_step_reads_through_its_engine(runner: Any) -> None:
     assert token_dispatcher.maybe_move_tensor_to_cpu(splits).tolist() == [0, 1, 2, 3]
     moved = token_dispatcher.maybe_move_tensor_to_cpu(splits, as_numpy=True)
     assert isinstance(moved, numpy.ndarray) and moved.tolist() == [0, 1, 2, 3]
-    assert len(runner.running_engine.reads) == 2
+    read = runner.running_engine.device.host_read
+    assert read.call_count == 2
     assert token_dispatcher.maybe_move_tensor_to_cpu(on_host) is on_host
     assert token_dispatcher.maybe_move_tensor_to_cpu(None) is None
     with HostReads(runner.running_engine):
         assert on_host.tolist() == [0, 1, 2, 3] and on_host.cpu() is on_host
         assert on_host.masked_select(on_host > 1).tolist() == [2, 3]
-    assert len(runner.running_engine.reads) == 2
+    assert read.call_count == 2
 
 
 def _dispatcher() -> Any:
@@ -178,7 +160,7 @@ def test_the_alltoall_dispatcher_reads_on_the_stream_at_hand(is_running: bool, m
     if not is_running:  # nothing reads on the device, so neither does this test
         monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", lambda tensor, **options: tensor)
     dispatcher = _dispatcher()
-    with apply_patches(moe_rows(SimpleNamespace(running_engine=Reader() if is_running else None))):
+    with apply_patches(moe_rows(SimpleNamespace(running_engine=reader() if is_running else None))):
         dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", on_device(torch.arange(2)))
     waits = [mock.call.record_event(), mock.call.record_event().synchronize()]
     assert compute.mock_calls == (waits if is_running else [])
@@ -231,7 +213,7 @@ def test_allgather_reads_through_the_engine(runner: Any) -> None:
     hidden, probs = torch.randn(32, 4, generator=generator), torch.rand(32, 8, generator=generator)
     inputs = (probs > 0.5, probs, hidden)
     got = _allgather(*map(on_device, inputs))
-    assert runner.running_engine.reads
+    assert runner.running_engine.device.host_read.called
     runner.running_engine = None
     with pytest.raises(AssertionError, match="the host waits for"):
         _allgather(*map(on_device, inputs))
@@ -242,13 +224,14 @@ def test_allgather_reads_through_the_engine(runner: Any) -> None:
 def test_experts_get_the_token_counts_on_the_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     owner: Any = getattr(experts, name)
     monkeypatch.setattr(owner, "forward", lambda self, hidden, tokens_per_expert, probs: tokens_per_expert)
-    counts, runner = on_device(torch.arange(4)), SimpleNamespace(running_engine=Reader())
+    counts, runner = on_device(torch.arange(4)), SimpleNamespace(running_engine=reader())
     with apply_patches(moe_rows(runner)):
-        plain = SimpleNamespace(config=SimpleNamespace(use_transformer_engine_op_fuser=False))
+        plain, *on_device_only = (
+            SimpleNamespace(config=SimpleNamespace(**settings))
+            for settings in ({}, {"use_transformer_engine_op_fuser": True}, {"moe_use_grouped_tensor": True})
+        )
         assert owner.forward(plain, None, counts, None).tolist() == [0, 1, 2, 3]
-        for name in ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor"):
-            on_device_only = SimpleNamespace(config=SimpleNamespace(**{name: True}))
-            assert owner.forward(on_device_only, None, counts, None) is counts, "they take them on the device"
+        assert all(owner.forward(each, None, counts, None) is counts for each in on_device_only)
         assert owner.forward(plain, None, on_host := torch.arange(4), None) is on_host
         runner.running_engine = None
         assert owner.forward(plain, None, counts, None) is counts
@@ -287,29 +270,6 @@ def test_a_dispatcher_keeps_no_graph_behind_its_forward(runner: Any, is_running:
 STATS = IterationStats(num_groups=4, managed_bytes=4 << 30, copied_out_bytes=3 << 30, peak_host_bytes=3 << 30)
 
 
-class Engine:
-    """The part of an engine that the log reads."""
-
-    def __init__(self) -> None:
-        self.stats, self.times, self.num_asked, self.timer = STATS, StepTimes(800.0, 20.0), 0, self
-
-    def ask(self) -> None:
-        self.num_asked += 1
-
-
-class Writer:
-    """A writer of TensorBoard, and a run of W&B."""
-
-    def __init__(self) -> None:
-        self.scalars: list[Any] = []
-
-    def add_scalar(self, name: str, value: float, iteration: int) -> None:
-        self.scalars.append((name, value, iteration))
-
-    def log(self, values: dict[str, float], iteration: int) -> None:
-        self.scalars += [(name, value, iteration) for name, value in values.items()]
-
-
 SOURCE = """
 def training_log(loss_dict, learning_rate, iteration, report_memory_flag, pg_collection=None):
     if iteration % get_args().log_interval == 0:
@@ -325,7 +285,7 @@ def print_rank_last(message):
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = ModuleType("megatron.training.training")
-    module.printed, module.board, module.wandb = [], Writer(), Writer()
+    module.printed, module.board, module.wandb = [], mock.Mock(), mock.Mock()
     module.get_args = lambda: SimpleNamespace(log_interval=5)
     module.get_tensorboard_writer, module.get_wandb_writer = lambda: module.board, lambda: module.wandb
     exec(SOURCE, module.__dict__)
@@ -335,16 +295,18 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_line_and_both_writers(loop: Any) -> None:
-    engine, before = Engine(), (loop.training_log, loop.print_rank_last)
-    log = TrainingLog(lambda: engine)  # type: ignore[arg-type, return-value]
+    engine: Any = SimpleNamespace(stats=STATS, timer=mock.Mock(times=StepTimes(800.0, 20.0)))
+    log, before = TrainingLog(lambda: engine), (loop.training_log, loop.print_rank_last)
     log.attach(None)
     log.attach(None)
     for iteration in range(1, 6):
         assert loop.training_log({}, 0.1, iteration, report_memory_flag=iteration) == iteration
     assert loop.printed[-2].startswith(" iteration        5/ 10 | lm loss: 1.0 | offload moved (GiB): 3 | ")
     assert {message for message in loop.printed if message != loop.printed[-2]} == {"something else"}
-    assert loop.board.scalars == loop.wandb.scalars and ("offload/moved_gib", 3.0, 5) in loop.board.scalars
-    assert engine.num_asked == 1  # of the step that was logged, and of no other
+    loop.board.add_scalar.assert_any_call("offload/moved_gib", 3.0, 5)
+    [(values, iteration)] = [each.args for each in loop.wandb.log.mock_calls]
+    assert loop.board.mock_calls == [mock.call.add_scalar(name, value, iteration) for name, value in values.items()]
+    engine.timer.ask.assert_called_once_with()  # of the step that was logged, and of no other
     log.remove()
     assert (loop.training_log, loop.print_rank_last) == before
 

@@ -40,6 +40,9 @@ from tests.lookups import present
 WIDTH, ROWS, DEPTH = 16, 8, 6
 TENSOR_BYTES = WIDTH * ROWS * 4
 ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
+LATE = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 20))
+# Nothing waits for its release: so everything except the last group is on host before the backward begins.
+AT_ONCE = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0))
 
 
 class Block(nn.Module):
@@ -47,14 +50,13 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).view(ROWS, 1, 3, WIDTH).unbind(2)
         x = x + F.dropout(F.scaled_dot_product_attention(q, k, v).view(ROWS, WIDTH), 0.1)
-        return x + self.down(F.silu(self.up(x)))
+        return x + self.mlp(x)
 
 
 def tanh() -> nn.Module:
@@ -86,7 +88,7 @@ def forward(groups: AutomaticGroups) -> Callable[[], torch.Tensor]:
 
     def run() -> torch.Tensor:
         with groups.hooks():
-            loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+            loss = loss_of(model)
         groups.end_forward()
         return loss
 
@@ -154,8 +156,7 @@ def test_a_failed_copy_of_a_kept_graph_is_no_error_of_the_next_forward(
     device: AdversarialDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which ends the iteration, and only then learns of it."""
-    model = make_model(tanh)
-    engine = OffloadEngine(ALL.replace(policy=FixedBounds(max_inflight_bytes=1 << 20)), device)
+    model, engine = make_model(tanh), OffloadEngine(LATE, device)
     activations = manage_activations(engine=engine, group_bytes=1)
     device.fail_next_copy("out")
     with activations:
@@ -209,12 +210,10 @@ class Job:
         self.seen: list[torch.Tensor] = []
 
     def loss(self, seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        found: torch.Tensor = self.model(torch.randn(ROWS, WIDTH)).square().sum()
-        return found
+        return loss_of(self.model, seed)
 
-    def backward(self, *losses: torch.Tensor) -> None:
-        torch.stack(losses).sum().backward()
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
         self.seen += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
         self.model.zero_grad()
 
@@ -223,7 +222,7 @@ class Job:
             self.backward(self.loss(seed))
 
     def assert_same(self, other: Job) -> None:
-        assert all(torch.equal(a, b) for a, b in zip(self.seen, other.seen, strict=True))
+        assert len(self.seen) == len(other.seen) and all(map(torch.equal, self.seen, other.seen))
 
 
 @pytest.fixture(params=["layers", "any model"])
@@ -284,12 +283,10 @@ def test_a_budget_leaves_the_floor() -> None:
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.01)
     kept = job.loss(100)
     for seed in range(14):
-        job.loss(seed).backward()
+        job.backward(job.loss(seed))
         optimizer.step()
-        optimizer.zero_grad()
-    state = job.handle.engine.budget.state
+    assert job.handle.engine.budget.state not in (State.FLOOR, State.MEASURE) and kept.requires_grad
     job.handle.remove()
-    assert state not in (State.FLOOR, State.MEASURE) and kept.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -297,33 +294,36 @@ def test_a_budget_leaves_the_floor() -> None:
 )
 def test_forwards_and_backwards_in_any_usual_order_are_one_iteration(job: Job, order: str) -> None:
     """X is a forward whose graph is dropped."""
-    plain = Job()
-    plain_run, mine = run(plain, order), run(job, order)
+    plain, found = Job(), list[Any]()  # the statistics of each iteration
+    for each in (plain, job):
+        losses: dict[str, torch.Tensor] = {}
+        for index, action in enumerate(order.split()):
+            if action == "X":
+                each.loss(index)
+            elif action[0] == "F":
+                losses[action[1:]] = each.loss(index)
+            else:
+                each.backward(losses.pop(action[1:]))
+            if each is job and not any(job.handle.stats is stats for stats in found):
+                found.append(job.handle.stats)
     job.assert_same(plain)
-    assert plain_run == 0 and mine == 1
+    assert len(found) == 1
 
 
-def run(job: Job, order: str) -> int:
-    """Return the number of iterations, told by their statistics."""
-    losses: dict[str, torch.Tensor] = {}
-    found: list[Any] = []
-    for index, action in enumerate(order.split()):
-        if action == "X":
-            job.loss(index)
-        elif action[0] == "F":
-            losses[action[1:]] = job.loss(index)
-        else:
-            job.backward(losses.pop(action[1:]))
-        if job.handle is not None and not any(job.handle.stats is each for each in found):
-            found.append(job.handle.stats)
-    return len(found)
+@pytest.fixture
+def layered() -> Iterator[tuple[nn.Sequential, Any]]:
+    """A model and its handle; the test runs one step of it."""
+    model = make_model(tanh)
+    handle = offload_layers(model)
+    yield model, handle
+    assert handle.stats.num_groups == DEPTH and not handle.engine.is_in_iteration
+    handle.remove()
 
 
 def test_the_outermost_one_ends_the_forward_also_behind_an_error_of_an_inner_one(
-    caplog: pytest.LogCaptureFixture,
+    layered: tuple[nn.Sequential, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make_model(tanh)
-    handle = offload_layers(model)
+    model, handle = layered
     with handle.forward():
         with handle.forward():
             x = model[0](torch.ones(ROWS, WIDTH))
@@ -334,13 +334,11 @@ def test_the_outermost_one_ends_the_forward_also_behind_an_error_of_an_inner_one
             x = layer(x)
     assert torch_private.innermost_hooks(True) is None
     x.sum().backward()
-    assert handle.stats.num_groups == DEPTH and not handle.engine.is_in_iteration and not caplog.records
-    handle.remove()
+    assert not caplog.records
 
 
-def test_one_of_another_thread_leaves_a_forward_alone() -> None:
-    model = make_model(tanh)
-    handle = offload_layers(model)
+def test_one_of_another_thread_leaves_a_forward_alone(layered: tuple[nn.Sequential, Any]) -> None:
+    model, handle = layered
     is_inside, may_leave = threading.Event(), threading.Event()
 
     def evaluate() -> None:
@@ -363,8 +361,6 @@ def test_one_of_another_thread_leaves_a_forward_alone() -> None:
         hook.remove()
         thread.join()
     x.sum().backward()
-    assert handle.stats.num_groups == DEPTH and not handle.engine.is_in_iteration
-    handle.remove()
 
 
 Region = Callable[[], AbstractContextManager[Any]]
@@ -412,17 +408,6 @@ def nested_checkpoints(region: Region, use_reentrant: bool) -> Results:
         again = loss_of(run, 1)
         again.backward()
     return results(model, loss, again)
-
-
-def two_forwards(region: Region, order: tuple[int, int], regions: int = 2) -> Results:
-    model = make_model()
-    losses: list[torch.Tensor] = []
-    for _ in range(regions):
-        with region():
-            losses += [loss_of(model, len(losses) + i) for i in range(2 // regions)]
-    for number in order:
-        losses[number].backward()
-    return results(model, *losses)
 
 
 def retained(region: Region) -> Results:
@@ -484,9 +469,6 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
     "around the whole loop": whole_loop,
     "nested checkpoints, not reentrant": partial(nested_checkpoints, use_reentrant=False),
     "nested checkpoints, reentrant": partial(nested_checkpoints, use_reentrant=True),
-    "two forwards, first backward first": partial(two_forwards, order=(0, 1)),
-    "two forwards, last backward first": partial(two_forwards, order=(1, 0)),
-    "two forwards in one region": partial(two_forwards, order=(1, 0), regions=1),
     "retain_graph": retained,
     "create_graph": double_backward,
     "forward over reverse": forward_over_reverse,
@@ -496,9 +478,7 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
 
 @pytest.fixture
 def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
-    # Nothing waits for its release: so everything except the last group is on host before the backward begins.
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
-    activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=engine)
+    activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=OffloadEngine(AT_ONCE, device))
     yield activations
     activations.close()
 
@@ -554,9 +534,8 @@ def test_unused_graphs_make_no_later_step_late(device: AdversarialDevice, bounds
 def test_without_close_nothing_is_left(no_tensor_left: Callable[[], AbstractContextManager[None]]) -> None:
     loss_of(make_model()).backward()  # what torch makes once is there from now on
     with no_tensor_left():
-        config = OffloadConfig(min_tensor_bytes=0, directory="none")
         model = make_model()
-        with manage_activations(model, config, group_bytes=TENSOR_BYTES):
+        with manage_activations(model, ALL, group_bytes=TENSOR_BYTES):
             loss = loss_of(model)
         loss.backward()
         del model, loss
@@ -578,9 +557,7 @@ def test_one_inside_another(activations: ManagedActivations, caplog: pytest.LogC
     y.sum().backward()
     inner.close()
     activations.__enter__()  # as an interrupt at the entry of `__exit__` leaves it
-    with activations:
-        loss = loss_of(make_model())
-    loss.backward()
+    step(activations)
     assert torch_private.innermost_hooks(True) is None and activations.stats.copied_out_bytes > 0
 
 
@@ -594,8 +571,7 @@ def test_two_models_in_two_threads() -> None:
         return results(models[seed], *losses)
 
     def train_managed(seed: int) -> Results:
-        config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0), directory="none")
-        activations = manage_activations(models[seed], config, group_bytes=TENSOR_BYTES)
+        activations = manage_activations(models[seed], AT_ONCE.replace(directory="none"), group_bytes=TENSOR_BYTES)
         return train(seed, lambda: activations)
 
     models = [make_model(tanh) for _ in range(2)]
@@ -610,6 +586,10 @@ def test_where_hooks_are_refused_nothing_is_entered(activations: ManagedActivati
     refused = torch.autograd.graph.disable_saved_tensors_hooks("not here")
     with pytest.raises(RuntimeError, match="not here"), refused, activations:
         pass
+    step(activations)
+
+
+def step(activations: ManagedActivations) -> None:
     with activations:
         loss = loss_of(make_model())
     loss.backward()

@@ -16,19 +16,17 @@ V1: dict[str, Any] = {"offload_activations": True, "pipeline_parallel_degree": 2
 V2: dict[str, Any] = {"sm_activation_offloading": True, "activation_loading_horizon": 2}
 
 
-@pytest.mark.parametrize(
-    ("settings", "policy"),
-    [
+def test_settings_as_they_are() -> None:
+    cases: list[tuple[dict[str, Any], Any]] = [
         ({}, GroupWindow(2)),
         ({**V2, "activation_loading_horizon": 7}, GroupWindow(7)),
         (V1, PrefetchWindow(4)),
         ({**V1, "activation_loading_horizon": 6}, PrefetchWindow(6)),
         # PyTorch's own offload, without overlap.
         ({**V2, "sm_activation_offloading": False}, FixedBounds(horizon_bytes=0, max_inflight_bytes=0)),
-    ],
-)
-def test_settings_as_they_are(settings: dict[str, Any], policy: Any) -> None:
-    assert OffloadConfig.from_smp(settings) == OffloadConfig(policy=policy)
+    ]
+    for settings, policy in cases:
+        assert OffloadConfig.from_smp(settings) == OffloadConfig(policy=policy), settings
 
 
 def test_a_json_file_whose_other_keys_are_left_to_smp_and_named(

@@ -27,6 +27,7 @@ from megatron_patches._model.thresholds import Thresholds, parse_thresholds  # n
 from offload_engine import OffloadConfig  # noqa: E402
 from offload_engine.sizes import Size  # noqa: E402
 from tests.dist.programs import ROOT  # noqa: E402
+from tests.lookups import present  # noqa: E402
 
 NO_DEFAULTS = Settings(OffloadConfig(), ())
 RECIPE: dict[str, Any] = {
@@ -47,19 +48,13 @@ def make(config_class: type = TransformerConfig, /, **settings: Any) -> Any:
     return config_class(num_layers=4, hidden_size=8, num_attention_heads=2, **settings)
 
 
-def settings_of(config: Any) -> Settings:
-    settings = resolve(config, NO_DEFAULTS)
-    assert settings is not None
-    return settings
-
-
 @pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig])
 def test_a_recipe_runs_as_it_is(config_class: type, applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         config = make(config_class, **RECIPE, offload_engine=True, bf16=True, params_dtype=torch.bfloat16)
     assert not config.fine_grained_activation_offloading  # the model reads it
     names = ("core_attn", "attn_proj", "router_fc1")
-    assert settings_of(config) == Settings(OffloadConfig(min_tensor_bytes=2000), names, is_taken_over=True)
+    assert resolve(config, NO_DEFAULTS) == Settings(OffloadConfig(min_tensor_bytes=2000), names, is_taken_over=True)
     modules, size = caplog.messages  # once
     assert "becomes offload_activation, of core_attn, attn_proj, expert_fc1" in modules
     assert "min_offloaded_tensor_size=1,000 elements of megatron-core becomes offload_min_tensor_bytes=2,000" in size
@@ -97,7 +92,7 @@ def test_the_flags_of_a_recipe_on_a_command_line(applied: Handle) -> None:
     )
     args = parser.parse_args(f"{size} {flags}".split())
     args.params_dtype = torch.bfloat16
-    settings = settings_of(arguments.core_transformer_config_from_args(args))
+    settings = present(resolve(arguments.core_transformer_config_from_args(args), NO_DEFAULTS))
     assert settings.modules == ("core_attn", "attn_proj")
     assert settings.engine == OffloadConfig(min_tensor_bytes=1024, fraction=0.75)
     assert (settings.rank_delta_bytes, settings.thresholds.by_name) == (4096, (("core_attn", 1 << 20),))
@@ -115,9 +110,8 @@ def test_thresholds() -> None:
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_bad_settings_are_rejected(applied: Handle) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"offload_min_tensor_bytes": "1,2"}, "offload_min_tensor_bytes: .*two sizes for all names"),
         ({"offload_min_tensor_bytes": "moe_act=1,moe_act=2"}, "two sizes for moe_act"),
         ({"offload_min_tensor_bytes": "moe_ac=1"}, "unknown module name 'moe_ac'.*did you mean 'moe_act'"),
@@ -127,41 +121,27 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
         ({"offload_num_layers": 1, **FULL}, "omit one of the two"),
         ({"offload_rank_delta_bytes": "x"}, "offload_rank_delta_bytes: 'x' is not a size"),
         ({"offload_fraction": 0.5, "offload_gpu_budget": "1G"}, "omit one of --offload-gpu-budget and --offload-fr"),
-    ],
-)
-def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:
-    with pytest.raises(ValueError, match=message):
-        resolve(make(offload_activation=True, **settings), NO_DEFAULTS)
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            resolve(make(offload_activation=True, **settings), NO_DEFAULTS)
 
 
-SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-
-
-def in_front(*flags: str) -> Settings:
-    """Return the settings of the launcher with these flags in front of the script."""
-    return launcher._settings(add_offload_arguments(argparse.ArgumentParser()).parse_args(flags))
-
-
-@pytest.mark.parametrize(
-    "field",
-    [{"offload_resident_bytes": 1 << 30}, {"offload_fraction": 0.5}, {"offload_modules": ["moe_act"]}],
-    ids=lambda field: next(iter(field)),
-)
-def test_fields_need_a_switch_in_the_configuration_or_in_front_of_the_script(field: dict[str, Any]) -> None:
-    [name] = field
-    with apply(), pytest.raises(ValueError, match=f"^{name}=.* without offload_activation=True moves nothing"):
-        TransformerConfig(**SHAPE, **field)
-    with apply(modules=["core_attn"]):
-        assert getattr(TransformerConfig(**SHAPE, **field), name) == field[name]
+def test_fields_need_a_switch_in_the_configuration_or_in_front_of_the_script() -> None:
+    for name, value in ("offload_resident_bytes", 1 << 30), ("offload_fraction", 0.5), ("offload_modules", ["moe_act"]):
+        with apply(), pytest.raises(ValueError, match=f"^{name}=.* without offload_activation=True moves nothing"):
+            make(**{name: value})
+        with apply(modules=["core_attn"]):
+            assert getattr(make(**{name: value}), name) == value
     with apply(gpu_budget="60GiB"):
-        assert resolve(TransformerConfig(**SHAPE), in_front("--offload-gpu-budget", "60GiB")) is not None
+        flags = add_offload_arguments(argparse.ArgumentParser()).parse_args(["--offload-gpu-budget", "60GiB"])
+        assert resolve(make(), launcher._settings(flags)) is not None
 
 
 def test_a_budget_in_the_engines_configuration_is_one() -> None:
-    config = OffloadConfig(gpu_budget=60 << 30, recompute="off")
-    with apply(config) as handle:
-        settings = resolve(TransformerConfig(**SHAPE), handle._runtime._defaults)
-    assert settings is not None and settings.gpu_budget == Size(60 << 30)
+    with apply(OffloadConfig(gpu_budget=60 << 30, recompute="off")) as handle:
+        settings = present(resolve(make(), handle._runtime._defaults))
+    assert settings.gpu_budget == Size(60 << 30)
     assert not settings.may_recompute and settings.engine.gpu_budget is None
 
 
@@ -169,9 +149,8 @@ def test_the_script_finds_what_lies_beside_it_before_what_is_installed(tmp_path:
     """A checkout of Megatron-LM has its own megatron.core beside its scripts: that one is to be patched."""
     script, core = tmp_path / "train.py", tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
-    (core / "__init__.py").touch()
-    (core / "package_info.py").write_text("__version__ = '0.1.0'\n")
-    script.write_text("print('never runs')\n")
+    for file, text in ((core / "__init__.py", ""), (core / "package_info.py", "__version__ = '0.1.0'"), (script, "")):
+        file.write_text(text)
     command = [sys.executable, "-m", "megatron_patches", "--offload-activation", str(script)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode and "megatron-core 0.1.0 (imported from" in ended.stderr, ended

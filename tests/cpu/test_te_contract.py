@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,35 +22,25 @@ if not HandlerBase.__module__.startswith("transformer_engine."):
 te: Any = importlib.import_module(HandlerBase.__module__)
 
 
-class Block(torch.nn.Module):
-    def __init__(self, size: int = 16) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = torch.nn.LayerNorm(size), torch.nn.Linear(size, 40), torch.nn.Linear(40, size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
 @pytest.fixture
 def stack() -> torch.nn.ModuleList:
-    return torch.nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+    nn = torch.nn
+    blocks = ((nn.LayerNorm(16), nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 16)) for _ in range(NUM_LAYERS))
+    return nn.ModuleList(nn.Sequential(*block) for block in blocks)
 
 
 @pytest.fixture
-def engine() -> Iterator[OffloadEngine]:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+def engine(device: AdversarialDevice) -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
     yield engine
     engine.close()
 
 
 def forward(stack: torch.nn.ModuleList, x: torch.Tensor, handler: ChunkOffloadHandler | None) -> torch.Tensor:
     for block in stack:
-        if handler is None:
+        with nullcontext() if handler is None else te.CpuOffloadHookWithOffloadHandler(handler):
             x = block(x)
-            continue
-        with te.CpuOffloadHookWithOffloadHandler(handler):
-            x = block(x)
-        x = te.GroupCommitFunction.apply(x, handler)
+        x = x if handler is None else te.GroupCommitFunction.apply(x, handler)
     return x.square().mean()
 
 
@@ -86,7 +77,7 @@ def test_a_checker_chooses_what_moves(stack: torch.nn.ModuleList, engine: Offloa
     assert engine.stats.copied_out_bytes == NUM_LAYERS * 2 * 8 * 40 * 4
 
 
-def test_groups_move_by_hand_too(engine: OffloadEngine) -> None:
+def test_groups_move_by_hand_too(engine: OffloadEngine, device: AdversarialDevice) -> None:
     with engine.iteration():
         handler = engine.start_chunk(num_offload_group=0)  # nothing moves by itself
         tag = handler.tensor_push(torch.arange(64.0) * 1)
@@ -96,9 +87,8 @@ def test_groups_move_by_hand_too(engine: OffloadEngine) -> None:
         release_all(engine)
         handler.bulk_reload_group(0)
         assert engine.stats.copied_in_bytes == 256
-        with engine.device.observe_compute():  # type: ignore[attr-defined]
+        with device.observe_compute():
             assert torch.equal(handler.tensor_pop(tag), torch.arange(64.0))
         with pytest.raises(IndexError, match="1 groups and no group 1"):
             handler.bulk_reload_group(1)
         del tag
-    assert not engine.device.hazards  # type: ignore[attr-defined]

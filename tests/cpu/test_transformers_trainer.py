@@ -37,21 +37,11 @@ class Trained(NamedTuple):
 
 
 def train(model: Any, folder: Path, callbacks: list[Any], **arguments: Any) -> Trained:
-    settings = dict(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=ACCUMULATION,
-        learning_rate=1e-2,
-        logging_steps=1,
-        eval_strategy="steps",  # evaluation after every step
-        eval_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-    )
+    settings: dict[str, Any] = {"output_dir": str(folder), "max_steps": STEPS, "learning_rate": 1e-2}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": ACCUMULATION}
+    settings |= {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1}  # evaluation after every step
+    settings |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    settings |= {"use_cpu": True, "dataloader_pin_memory": False}
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(**{**settings, **arguments}),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,25 +16,21 @@ BUDGET = 256 << 10
 CLOSE = BUDGET // 256
 
 
-@dataclass
 class Scripted:
-    """A decider whose decisions hold `held` bytes and take `step_ms`, one after the other; compute waits in each."""
+    """A decider whose decisions hold so many bytes, one after the other."""
 
-    decisions: list[tuple[int, float]]
-    guard_bytes: int = 8 * CLOSE
-    budget_bytes: int = BUDGET
-    margin_bytes: int = 0
-    is_at_floor: bool = False
-    actions: tuple[Any, ...] = ()
-    asked: list[str] = field(default_factory=list)
-    chosen: Any = None
-    known: Any = None
+    guard_bytes, budget_bytes, actions, known = 8 * CLOSE, BUDGET, (), None
+
+    def __init__(self, *decisions: int, margin_bytes: int = 0, is_at_floor: bool = False) -> None:
+        self.decisions, self.asked = list(decisions), list[str]()
+        self.margin_bytes, self.is_at_floor = margin_bytes, is_at_floor
+        self.decide()
+        self.asked.clear()
 
     def decide(self, actions: tuple[Any, ...] = ()) -> Any:
         self.asked.append("decide")
-        held, step_ms = self.decisions.pop(0)
-        best = SimpleNamespace(held_bytes=held, step_ms=step_ms, resident_bytes=0, recomputed_bytes=0)
-        self.chosen = SimpleNamespace(best=best)
+        sizes = {"held_bytes": self.decisions.pop(0), "resident_bytes": 0, "recomputed_bytes": 0}
+        self.chosen = SimpleNamespace(best=SimpleNamespace(step_ms=10.0, **sizes))
         return self.chosen
 
     def correct(self, excess: Excess) -> None:
@@ -46,30 +41,27 @@ class Scripted:
         self.chosen.best.held_bytes += excess.total
 
 
-def verifier_of(*decisions: tuple[int, float], **settings: Any) -> tuple[Verifier, Any]:
-    decider = Scripted(list(decisions), **settings)
-    decider.decide()
-    decider.asked.clear()
-    verifier = Verifier(decider)  # type: ignore[arg-type]
+def verifier_of(*decisions: int, **settings: Any) -> tuple[Verifier, Any]:
+    decider: Any = Scripted(*decisions, **settings)
+    verifier = Verifier(decider)
     verifier.begin()
     return verifier, decider
 
 
 def test_a_third_correction_is_made_and_a_fourth_is_only_taken_in() -> None:
-    verifier, decider = verifier_of(*[(BUDGET, 10.0)] * 4)
+    verifier, decider = verifier_of(*[BUDGET] * 5)
     for _ in range(3):
         assert not verifier.settles((), Excess()) and verifier.settles((), Excess())
         assert verifier.judge(Excess(1)) is decider.chosen
     assert verifier.judge(Excess(1)) is None
     assert decider.asked == ["correct 1", "decide"] * 3 + ["take in 1"]
     verifier.begin()
-    decider.decisions.append((BUDGET, 10.0))
     decider.chosen.best.held_bytes = BUDGET
     assert verifier.judge(Excess(1)) is decider.chosen
 
 
 def test_steps_with_other_microbatches_have_a_first_step_of_their_own() -> None:
-    verifier, _ = verifier_of((BUDGET, 10.0))
+    verifier, _ = verifier_of(BUDGET)
     four, two = (tuple(no_pipelining(number)) for number in (4, 2))
     assert [verifier.settles(actions, Excess()) for actions in (four, two, four, two)] == [False, False, True, True]
 
@@ -77,14 +69,14 @@ def test_steps_with_other_microbatches_have_a_first_step_of_their_own() -> None:
 def test_a_step_within_the_budget_is_taken_in_and_leaves_the_decision() -> None:
     """Using what it leaves would reserve more in vain than was left, in three of five budgets on an H200."""
     for error in (0, -BUDGET // 2):
-        verifier, decider = verifier_of((BUDGET, 10.0))
+        verifier, decider = verifier_of(BUDGET)
         assert verifier.judge(Excess(error)) is None and decider.asked == [f"take in {error}"]
 
 
 def test_what_was_measured_of_one_step_fits_another_with_a_margin_only() -> None:
     """A budget of experts held 76 MiB too much in one step: the step that was measured had happened to take less."""
     for margin, is_good in ((CLOSE, True), (CLOSE + 1, False)):
-        verifier, _ = verifier_of((BUDGET - CLOSE, 10.0), (BUDGET - 2 * CLOSE, 10.0), margin_bytes=margin)
+        verifier, _ = verifier_of(BUDGET - CLOSE, BUDGET - 2 * CLOSE, margin_bytes=margin)
         assert (verifier.judge(Excess()) is None) is is_good
 
 
@@ -94,7 +86,7 @@ def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
     error: int, margin: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that only lacks the margin is within the budget: the warning would name the lowest budget below it."""
-    verifier, decider = verifier_of((BUDGET, 10.0), is_at_floor=True, margin_bytes=margin)
+    verifier, decider = verifier_of(BUDGET, is_at_floor=True, margin_bytes=margin)
     assert verifier.judge(Excess(error)) is None and decider.asked == [f"take in {error}"]
     assert [f"gpu_budget is {BUDGET / 2**20:,.2f} MiB" in each.message for each in caplog.records] == [True] * error
 
@@ -112,22 +104,14 @@ def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
 def test_a_step_judges_once_the_next_could_grow_as_much(
     left: int, excesses: list[int], is_at_floor: bool, num_steps: int
 ) -> None:
-    verifier, _ = verifier_of((BUDGET - left, 10.0), is_at_floor=is_at_floor)
-    assert steps_until_one_judges(verifier, excesses) == num_steps
-
-
-def steps_until_one_judges(verifier: Verifier, excesses: list[int]) -> int:
-    """Return how many steps come until one judges; later ones are as the last of `excesses`."""
-    number = 0
-    while True:
-        excess = Excess(excesses[min(number, len(excesses) - 1)])
-        number += 1
-        if verifier.settles((), excess) or not verifier.fits(excess):
-            return number
+    """Later steps are as the last of `excesses`."""
+    verifier, _ = verifier_of(BUDGET - left, is_at_floor=is_at_floor)
+    judged = (verifier.settles((), e) or not verifier.fits(e) for e in map(Excess, (*excesses, *excesses[-1:] * 9)))
+    assert list(judged).index(True) + 1 == num_steps
 
 
 def test_a_first_decision_begins_without_the_steps_of_an_earlier_one() -> None:
-    verifier, _ = verifier_of((BUDGET, 10.0))
+    verifier, _ = verifier_of(BUDGET)
     assert not verifier.settles((), Excess())
     verifier.begin()
     assert not verifier.settles((), Excess())

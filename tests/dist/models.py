@@ -27,16 +27,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-LATENT: dict[str, Any] = dict(
-    multi_latent_attention=True,
-    q_lora_rank=16,
-    kv_lora_rank=8,
-    qk_head_dim=16,
-    qk_pos_emb_head_dim=8,
-    v_head_dim=16,
-    qk_layernorm=True,
-    rope_type="rope",
-)
+LATENT: dict[str, Any] = {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"}
+LATENT |= {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 """Settings of multi-latent attention, with norms of their own for its latents."""
 
 HYBRID: dict[str, Any] = dict(is_hybrid_model=True)
@@ -189,12 +181,13 @@ def _hybrid(config: TransformerConfig, stage: int | None, **common: Any) -> torc
         input_layernorm=whole.input_layernorm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda
     )
     mamba = MambaLayerSubmodules(norm=whole.input_layernorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
-    layers = {
-        "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
-        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
-        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=_only_mlp(whole, whole.mlp)),
-        "moe_layer": ModuleSpec(module=TransformerLayer, submodules=_only_mlp(whole, moe)),
+    parts = {
+        "mamba_layer": (MambaLayer, mamba),
+        "attention_layer": (TransformerLayer, attention),
+        "mlp_layer": (MLPLayer, _only_mlp(whole, whole.mlp)),
+        "moe_layer": (TransformerLayer, _only_mlp(whole, moe)),
     }
+    layers = {name: ModuleSpec(module=module, submodules=inner) for name, (module, inner) in parts.items()}
     # the norm behind the last layer is TransformerEngine's
     spec = ModuleSpec(module=stack, params={"post_layer_norm": False}, submodules=submodules(**layers))
     if "vp_stage" in inspect.signature(model).parameters:

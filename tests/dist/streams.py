@@ -11,7 +11,6 @@ from typing import Any
 
 import megatron.core.pipeline_parallel.utils as overlap_utils
 
-import megatron_patches._runtime
 from megatron_patches._rows.registry import Patch, apply_patches
 from megatron_patches._rows.without_gpu import CudaWithoutGpu, TorchWithoutGpu
 from offload_engine import OffloadEngine
@@ -37,25 +36,14 @@ def adversarial_device(seed: int | None) -> Iterator[AdversarialDevice]:
 @contextmanager
 def used_by_megatron(device: AdversarialDevice, cuda: Cuda, more: Sequence[str] = ()) -> Iterator[None]:
     """Make new engines use `device`, and megatron-core `cuda` in place of `torch.cuda`, also in the modules `more`."""
-    rows = [
-        Patch(target=f"megatron.core.{name}:torch", wrapper=functools.partial(_with_cuda, cuda), why="the device's own")
-        for name in (*MODULES, *more)
-        if _exists(f"megatron.core.{name}")
-    ]
-    rows.append(
-        Patch(
-            target=f"{megatron_patches._runtime.__name__}:OffloadEngine",
-            wrapper=lambda _: functools.partial(OffloadEngine, device=device),
-            why="the device under test",
-        )
-    )
-    rows.append(
-        Patch(
-            target="megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
-            wrapper=functools.partial(_ordering_requests, device),
-            why="a wait for a send or a receive orders behind the work of its issuer",
-        )
-    )
+    modules = [name for name in (*MODULES, *more) if _exists(f"megatron.core.{name}")]
+    wrappers: dict[str, Callable[..., Any]] = {
+        **{f"megatron.core.{name}:torch": functools.partial(_with_cuda, cuda) for name in modules},
+        "megatron_patches._runtime:OffloadEngine": lambda _: functools.partial(OffloadEngine, device=device),
+        # A wait for a send or a receive orders behind the work of its issuer.
+        "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops": functools.partial(_ordering_requests, device),
+    }
+    rows = [Patch(target=target, wrapper=wrapper, why="the device under test") for target, wrapper in wrappers.items()]
     with apply_patches(rows), device.observe_compute():
         _forget_streams()
         yield

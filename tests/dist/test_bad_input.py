@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,20 +63,18 @@ def test_refused_before_the_first_forward() -> None:
         with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
             chunks = make_chunks(make_config(kind, **offload))
             message = _refusal(handle, chunks)
-            missing = [part for part in parts if part not in message]
-            assert not missing, f"{names} with {settings}: {message} lacks {missing}"
+            assert all(part in message for part in parts), (names, settings, message)
             vars(chunks[0].config).update(dict.fromkeys(name for name in offload if name.startswith("offload_")))
             run(chunks, 2)
 
 
 def _refusal(handle: Handle, chunks: list[torch.nn.Module]) -> str:
-    calls: list[int] = []
-    hooks = [chunk.register_forward_pre_hook(lambda *_: calls.append(1)) for chunk in chunks]
-    with pytest.raises((ValueError, NotImplementedError, OSError)) as raised:
+    called = mock.Mock(return_value=None)
+    with ExitStack() as hooks, pytest.raises((ValueError, NotImplementedError, OSError)) as raised:
+        for chunk in chunks:
+            hooks.enter_context(chunk.register_forward_pre_hook(called))
         run(chunks, 2)
-    for hook in hooks:
-        hook.remove()
-    assert handle.engine is None and not calls
+    assert handle.engine is None and not called.called
     return str(raised.value)
 
 
@@ -169,35 +169,28 @@ def test_an_exception_in_the_model_leaves_nothing_behind() -> None:
             (chunks[0].output_layer, "forward"),
             (layers[1].mlp, "activation_func"),
         ]
-        for owner, name in places:
-            with mock.patch.object(owner, name, _raising_in_second_call(getattr(owner, name))), pytest.raises(_Fault):
+        for owner, name in (*places, (layers[1].mlp.linear_fc1.weight, "")):
+            if name:
+                fault: Any = mock.patch.object(owner, name, _failing_after(1, getattr(owner, name), _Fault()))
+            else:  # in a backward
+                fault = owner.register_hook(_failing_after(1, lambda grad: grad, _Fault()))
+            with fault, pytest.raises(_Fault):
                 run(chunks, 3)
             assert innermost_hooks(True) is None
             assert engine_of(handle).pool.num_leases == 0 and not engine_of(handle).is_active
             assert step(chunks, 3) == expected, (owner, name)
-        hook = layers[1].mlp.linear_fc1.weight.register_hook(_raising_in_second_call(lambda grad: grad))
-        with pytest.raises(_Fault):
-            run(chunks, 3)
-        hook.remove()
-        assert engine_of(handle).pool.num_leases == 0
-        assert step(chunks, 3) == expected
 
 
 class _Fault(Exception):
     pass
 
 
-def _raising_in_second_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    return _failing_after(1, function, _Fault())
-
-
 def _failing_after(number: int, function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
     """Return a function that raises the error behind so many calls."""
-    calls: list[int] = []
+    calls = itertools.count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) > number:
+        if next(calls) >= number:
             raise error
         return function(*args, **kwargs)
 

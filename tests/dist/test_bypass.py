@@ -30,10 +30,7 @@ from tests.dist.settings import OVERLAP, selective
 from tests.dist.tiny import ALL, innermost_hooks, make_chunks, make_config, run
 from tests.lookups import import_or_skip
 
-WAYS = pytest.mark.parametrize(
-    ("settings", "shape"),
-    [pytest.param({}, Pipeline(), id="called"), pytest.param(OVERLAP, Pipeline(expert=2), id="as nodes of a plan")],
-)
+WAYS = pytest.mark.parametrize("shape", [Pipeline(), Pipeline(expert=2)], ids=["called", "as nodes of a plan"])
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {"qk_layernorm": True}),
     "shared experts": ("mixed", {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 32}),
@@ -45,16 +42,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @WAYS
 @on_ranks()
-def test_tensors_that_bypass_the_engine_are_in_no_group(settings: dict[str, Any], shape: Pipeline) -> None:
+def test_tensors_that_bypass_the_engine_are_in_no_group(shape: Pipeline) -> None:
     """Each name alone: were it otherwise, the group would free nothing, or bytes that are still read."""
-    for model in ("shared experts", "latent attention") if settings else MODELS:
+    for model in ("shared experts", "latent attention") if shape.expert > 1 else MODELS:
         kind, own = MODELS[model]
-        more = {**own, **settings, "num_layers": 2}
 
-        def train(offload: dict[str, Any], kind: str = kind, more: dict[str, Any] = more) -> None:
-            run(make_chunks(make_config(kind, torch.bfloat16, **more, **offload)), 1)
+        def train(offload: dict[str, Any], kind: str = kind, own: dict[str, Any] = own) -> None:
+            config = make_config(kind, torch.bfloat16, **{**own, **_way(shape), "num_layers": 2, **offload})
+            run(make_chunks(config), 1)
 
         assert num_passing(train) > 0, model
+
+
+def _way(shape: Pipeline) -> dict[str, Any]:
+    return OVERLAP if shape.expert > 1 else {}
 
 
 # -- linear layers of all experts --------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def test_tensors_that_bypass_the_engine_are_in_no_group(settings: dict[str, Any]
 @pytest.mark.compat
 @WAYS
 @on_ranks()
-def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) -> None:
+def test_weights_go_through_no_hooks(shape: Pipeline) -> None:
     """Autograd gives a parameter itself back where no hooks have packed it. Quantised, anything may be saved."""
     for name, is_quantized in (
         *(("expert_fc1", False), ("expert_fc1", True), ("dispatched_tokens", False)),
@@ -71,7 +72,7 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
     ):
         is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
         with apply(ALL, modules=[name]), mock.patch.object(experts, "_will_quantize", lambda linear: is_quantized):  # noqa: B023
-            chunks = _make_chunks(settings)
+            chunks = _make_chunks(shape)
             saved: list[tuple[torch.Tensor, ...]] = []  # what the backward of each linear layer of experts gets back
             backward = GroupedProduct.backward
 
@@ -82,7 +83,7 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
             with mock.patch.object(GroupedProduct, "backward", staticmethod(noting)):
                 run(chunks, 2)
             linears = [moe.experts.linear_fc1 for moe in chunks[0].modules() if hasattr(moe, "experts")]
-            assert not any(linear.save_original_input for linear in _linears(chunks))
+            _check_left(chunks)
         weights = {weight.data_ptr(): weight for linear in linears for weight in linear.weights}
         num_experts = linears[0].num_gemms
         of_fc1 = [tensors for tensors in saved if tensors[-1].data_ptr() in weights]
@@ -98,11 +99,11 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
 @WAYS
 @pytest.mark.parametrize("names", [["expert_fc1", "moe_act"], ["qkv_linear"]], ids=["its input", "nothing of it"])
 @on_ranks()
-def test_one_that_raises_is_left_as_it_was(names: list[str], settings: dict[str, Any], shape: Pipeline) -> None:
+def test_one_that_raises_is_left_as_it_was(names: list[str], shape: Pipeline) -> None:
     """Before and behind the saving of its input. An interrupt does not run the hooks behind a module's forward."""
     function = GroupedProduct.apply
     with apply(ALL, modules=names):
-        chunks = _make_chunks(settings)
+        chunks = _make_chunks(shape)
         expected = run(chunks, 2)
         for error, is_behind in itertools.product((ArithmeticError, KeyboardInterrupt), (False, True)):
 
@@ -114,7 +115,7 @@ def test_one_that_raises_is_left_as_it_was(names: list[str], settings: dict[str,
             with mock.patch.object(GroupedProduct, "apply", raising), pytest.raises(error, match="in an expert"):
                 run(chunks, 2)
             assert innermost_hooks(True) is None
-            assert not any(linear.save_original_input for linear in _linears(chunks))
+            _check_left(chunks)
             assert run(chunks, 2) == expected
 
 
@@ -185,12 +186,13 @@ def test_where_it_is_debugged_or_cannot_be_asked_all_goes_through_hooks(is_debug
         assert experts.saves_only_weights_behind(_linear(), ARGS) == (is_debugged is False)
 
 
-def _make_chunks(settings: dict[str, Any]) -> list[Any]:
-    return make_chunks(make_config("moe", torch.bfloat16, moe_grouped_gemm=True, **settings))
+def _make_chunks(shape: Pipeline) -> list[Any]:
+    return make_chunks(make_config("moe", torch.bfloat16, moe_grouped_gemm=True, **_way(shape)))
 
 
-def _linears(chunks: list[torch.nn.Module]) -> list[GroupedLinear]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, GroupedLinear)]
+def _check_left(chunks: list[torch.nn.Module]) -> None:
+    linears = [module for chunk in chunks for module in chunk.modules() if isinstance(module, GroupedLinear)]
+    assert linears and not any(linear.save_original_input for linear in linears)
 
 
 # -- the storages that autograd saves in groups, and those that bypass the engine --------------------------------------
@@ -251,11 +253,8 @@ class SavedStorages:
                 hooks.__exit__()
             leave(pause, *args)
 
-        with (
-            mock.patch.object(ActivationStore, "pack", noting_pack),
-            mock.patch.object(HooksPause, "enter", noting_enter),
-            mock.patch.object(HooksPause, "end", noting_leave),
-        ):
+        pauses = mock.patch.multiple(HooksPause, enter=noting_enter, end=noting_leave)
+        with mock.patch.object(ActivationStore, "pack", noting_pack), pauses:
             yield
 
     def _note_passed(self, tensor: torch.Tensor) -> torch.Tensor:

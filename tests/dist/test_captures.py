@@ -15,6 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -33,19 +36,12 @@ NAMES = ["qkv_linear", "core_attn", "mlp_fc1"]
 WARMUP = 3
 
 
-class _Graph:
-    def __init__(self) -> None:
-        self.num_replays = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-
-
 class _GraphCuda(Cuda):
+    CUDAGraph = mock.Mock
+
     def __init__(self, device: GraphDevice) -> None:
         super().__init__(device)
         self._graphs = device
-        self.CUDAGraph = _Graph
 
     def Stream(self, *args: Any, **kwargs: Any) -> AdversarialStream:  # noqa: N802  # as torch.cuda has it
         with self._graphs.compute_stream("capture") as stream:
@@ -58,32 +54,24 @@ class _GraphCuda(Cuda):
     def graph_pool_handle(self) -> None: ...
 
     @contextmanager
-    def graph(self, graph: _Graph, *, stream: AdversarialStream, **_: Any) -> Iterator[None]:
+    def graph(self, graph: Any, *, stream: AdversarialStream, **_: Any) -> Iterator[None]:
         with self.stream(stream), self._graphs.graph():
             yield
 
 
 @contextmanager
 def _graphs() -> Iterator[GraphDevice]:
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-
     device = GraphDevice()
     no_states = Patch(
         target="megatron.core.full_cuda_graph:get_all_rng_states", wrapper=lambda _: dict, why="there is no GPU"
     )
-    with (
-        used_by_megatron(device, _GraphCuda(device), ["full_cuda_graph"]),
-        apply_patches([no_states]),
-    ):
+    with used_by_megatron(device, _GraphCuda(device), ["full_cuda_graph"]), apply_patches([no_states]):
         yield device
     FullCudaGraphWrapper.cuda_graph["training"] = None
     assert not device.hazards, device.hazards[:3]
 
 
 def _wrapper() -> Any:
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     wrapper = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
     wrapper.static_loader = lambda inputs, stage, microbatch: inputs
     return wrapper
@@ -116,7 +104,7 @@ def test_steps_are_captured_with_their_copies(shape: Pipeline, num_microbatches:
             assert captured.host_bytes > 0 and 0 < engine.stats.copied_in_bytes <= engine.stats.copied_out_bytes
             copies = device.num_copies.total()
             run(chunks, num_microbatches, schedule=wrapper)
-            assert wrapper.cuda_graph["training"].num_replays == 2 and device.num_copies.total() == copies
+            assert wrapper.cuda_graph["training"].replay.call_count == 2 and device.num_copies.total() == copies
             with pytest.raises(OffloadError, match=r"reset_cuda_graph\('training'\) first"):
                 handle.remove()
             _forget(wrapper)
@@ -143,22 +131,17 @@ def test_a_process_that_ends_with_its_graph_closes_the_engine() -> None:
 # -- layers, which TransformerEngine captures: what leaves, and to where, is decided in the captures -------------------
 
 ROW_BYTES = SEQUENCE * MICRO_BATCH * 4
-ACTIVATION_BYTES = ROW_BYTES * HIDDEN
-OF_LAYER = ACTIVATION_BYTES + ROW_BYTES * 4 * HIDDEN  # the inputs of the projection and of the second linear layer
+ACTIVATION = ROW_BYTES * HIDDEN
+OF_LAYER = ACTIVATION + ROW_BYTES * 4 * HIDDEN  # the inputs of the projection and of the second linear layer
 # Mamba, attention, dense and experts, twice; with a stand-in for the mixer, whose kernels need a GPU.
 EIGHT = {**HYBRID, "num_layers": 8}
 # Kind of the model, names, captured scopes, settings; the forwards whose saved tensors leave, and the bytes of these
 # and of their slots.
 CAPTURED: dict[str, tuple[str, list[str], list[str], dict[str, Any], list[int], int, int]] = {
     "all layers but the last": ("dense", ["attn_proj", "mlp_fc2"], [], {}, [0, 1, 2], 3 * OF_LAYER, 2 * OF_LAYER),
-    "mamba": (
-        *("moe", ["mamba_in_proj", "mamba_out_proj"], ["mamba"], EIGHT, [0, 3]),
-        *(4 * ACTIVATION_BYTES, 4 * ACTIVATION_BYTES),
-    ),
-    "attention beside mamba": (
-        *("moe", ["attn_proj"], ["mamba", "attn"], EIGHT, [1, 4]),  # of six forwards, each second of three
-        *(2 * ACTIVATION_BYTES, 2 * ACTIVATION_BYTES),
-    ),
+    "mamba": ("moe", ["mamba_in_proj", "mamba_out_proj"], ["mamba"], EIGHT, [0, 3], 4 * ACTIVATION, 4 * ACTIVATION),
+    # Of six forwards, each second of three.
+    "attention beside mamba": ("moe", ["attn_proj"], ["mamba", "attn"], EIGHT, [1, 4], 2 * ACTIVATION, 2 * ACTIVATION),
 }
 
 
@@ -174,9 +157,9 @@ class _Helper:
         self.graphs: list[Any] = []
 
     def create_cudagraphs(self) -> None:
-        layers = [layer for layer in self.model[0].decoder.layers if not _has_experts(layer)]
+        layers = [layer for layer in self.model[0].decoder.layers if not hasattr(getattr(layer, "mlp", 0), "experts")]
         mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-        outputs = []
+        outputs = list[torch.Tensor]()
         for layer in layers:
             x = torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
             with self._captured():
@@ -195,8 +178,8 @@ class _Helper:
         graph.capture_end()
 
 
-def _has_experts(layer: torch.nn.Module) -> bool:
-    return hasattr(getattr(layer, "mlp", None), "experts")
+def _capture(config: Any, scopes: list[str]) -> None:
+    vars(config).update(cuda_graph_impl="transformer_engine", cuda_graph_scope=scopes, cuda_graph_modules=scopes)
 
 
 @pytest.mark.compat
@@ -204,12 +187,10 @@ def _has_experts(layer: torch.nn.Module) -> bool:
 @on_ranks()
 def test_named_modules_of_captured_layers_leave(row: str) -> None:
     """A step runs before the capture, and one behind it."""
-    from megatron.core.transformer import cuda_graphs
-
     kind, names, scopes, settings, left, copied_bytes, slot_bytes = CAPTURED[row]
     device = GraphDevice()
     with (
-        used_by_megatron(device, Cuda(device), []),
+        used_by_megatron(device, Cuda(device)),
         mock.patch.object(torch.cuda, "CUDAGraph", GraphWithoutReplay),
         mock.patch.object(cuda_graphs, "TECudaGraphHelper", _Helper),
         apply(OffloadConfig(min_tensor_bytes=1), modules=names) as handle,
@@ -223,9 +204,7 @@ def test_named_modules_of_captured_layers_leave(row: str) -> None:
         assert not engine.graphs.layers  # the configuration captures nothing
         # A copy: the layers themselves read theirs, and would replay.
         helper.config = copy.copy(config)
-        vars(helper.config).update(
-            cuda_graph_impl="transformer_engine", cuda_graph_scope=scopes, cuda_graph_modules=scopes
-        )
+        _capture(helper.config, scopes)
         helper.create_cudagraphs()
         (layers,) = engine.graphs.layers
         assert [number for number, step in enumerate(layers.steps) if step.copy_outs] == left
@@ -246,8 +225,7 @@ def test_layers_that_are_captured_get_no_hooks() -> None:
         modules = [module for chunk in chunks for module in chunk.modules()]
         for module in modules:
             if isinstance(module, GraphableMegatronModule):
-                module.config.cuda_graph_impl = "transformer_engine"
-                module.config.cuda_graph_modules = module.config.cuda_graph_scope = ["moe_router"]
+                _capture(module.config, ["moe_router"])
                 module.cuda_graphs = []
         run(chunks, 2)
         assert stats_of(handle).copied_in_bytes > 0

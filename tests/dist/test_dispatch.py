@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -117,11 +117,9 @@ def _case(kind: str, names: list[str], **more: Any) -> Case:
 @contextmanager
 def deep_ep_over_gloo() -> Iterator[None]:
     """Put the stand-in where megatron-core looks for DeepEP."""
-    found: dict[str, Any] = {
-        "fused_dispatch": _applied(fused_a2a.FusedDispatch),
-        "fused_combine": _applied(fused_a2a.FusedCombine),
-    }
-    events: dict[str, Any] = {"EventHandle": _Event, "EventOverlap": _Event}
+    functions = {"fused_dispatch": fused_a2a.FusedDispatch, "fused_combine": fused_a2a.FusedCombine}
+    found: dict[str, Any] = {name: _applied(function) for name, function in functions.items()}
+    events: dict[str, Any] = {"EventHandle": mock.Mock(), "EventOverlap": mock.Mock()}
     with (
         torch.compiler.set_stance("force_eager"),  # to compile the dispatcher takes longer than all steps
         mock.patch.multiple(fused_a2a, create=True, get_buffer=lambda group, hidden_bytes: Buffer(group), **events),
@@ -130,11 +128,8 @@ def deep_ep_over_gloo() -> Iterator[None]:
         yield
 
 
-class Routes(NamedTuple):
-    """Which of the tokens of all ranks were dispatched to this one."""
-
-    rows: torch.Tensor
-    num_tokens: int
+Routes = tuple[torch.Tensor, int]
+"""Which of the tokens of all ranks were dispatched to this one, and how many tokens all ranks have."""
 
 
 class Buffer:
@@ -151,29 +146,28 @@ class Buffer:
         self,
         tokens: torch.Tensor,
         handle: Routes | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        num_tokens_per_expert: Any = None,
         **_: Any,
     ) -> tuple[Any, ...]:
         """Along new routes, or, with a handle, along those of an earlier call."""
         if handle is not None:
-            return self._of_all(tokens)[handle.rows], None, None, None, None, _Event()
-        assert topk_idx is not None and topk_weights is not None and num_tokens_per_expert is not None
+            return self._of_all(tokens)[handle[0]], None, None, None, None, mock.Mock()
         num_local = num_tokens_per_expert.numel() // self._group.size()
         indices = self._of_all(topk_idx) - self._group.rank() * num_local
         is_local = (indices >= 0) & (indices < num_local)
-        routes = Routes(is_local.any(dim=1).nonzero().flatten(), len(indices))
-        weights = self._of_all(topk_weights).where(is_local, 0.0)[routes.rows]
+        rows = is_local.any(dim=1).nonzero().flatten()
+        weights = self._of_all(topk_weights).where(is_local, 0.0)[rows]
         counts = torch.bincount(indices[is_local], minlength=num_local).tolist()
-        indices = indices.where(is_local, -1)[routes.rows]
-        return self._of_all(tokens)[routes.rows], indices, weights, counts, routes, _Event()
+        routes = rows, len(indices)
+        return self._of_all(tokens)[rows], indices.where(is_local, -1)[rows], weights, counts, routes, mock.Mock()
 
     def combine(
         self, tokens: torch.Tensor, handle: Routes, topk_weights: torch.Tensor | None = None, **_: Any
     ) -> tuple[Any, ...]:
         weights = None if topk_weights is None else self._sum(topk_weights, handle)
-        return self._sum(tokens, handle), weights, _Event()
+        return self._sum(tokens, handle), weights, mock.Mock()
 
     def _of_all(self, part: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(part) for _ in range(self._group.size())]
@@ -182,16 +176,11 @@ class Buffer:
 
     def _sum(self, part: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Return what all ranks return for the tokens of this one."""
-        total = part.new_zeros(routes.num_tokens, *part.shape[1:], dtype=torch.float32)
-        total[routes.rows] = part.float()
+        rows, num_tokens = routes
+        total = part.new_zeros(num_tokens, *part.shape[1:], dtype=torch.float32)
+        total[rows] = part.float()
         dist.all_reduce(total, group=self._group)
         return total.chunk(self._group.size())[self._group.rank()].to(part.dtype)
-
-
-class _Event:
-    def __init__(self, *_: Any) -> None: ...
-
-    def current_stream_wait(self) -> None: ...
 
 
 def _applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -103,8 +103,7 @@ class Block(nn.Module):
         self.seen: set[int] = set()  # storages of the gathered parameters
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = [self.up.weight, self.up.bias, self.down.weight, self.down.bias]
-        self.seen |= {parameter.untyped_storage()._cdata for parameter in parameters}
+        self.seen |= {parameter.untyped_storage()._cdata for parameter in self.parameters()}
         return x + SavesDetached.apply(torch.relu(self.up(x)), self.down.weight)
 
 
@@ -117,9 +116,8 @@ def test_gathered_parameters_are_never_offloaded(strategy: str) -> None:
         model: Any = nn.Sequential(*blocks)
         if strategy == "fsdp":
             options: Any = {"device_id": torch.device("cpu"), "mixed_precision": MixedPrecision(param_dtype=low)}
-            model = FullyShardedDataParallel(
-                nn.Sequential(*(FullyShardedDataParallel(block, **options) for block in blocks)), **options
-            )
+            sharded = nn.Sequential(*(FullyShardedDataParallel(block, **options) for block in blocks))
+            model = FullyShardedDataParallel(sharded, **options)
         else:
             mesh = torch.distributed.init_device_mesh("cpu", (2,))
             for module in (*blocks, model):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,18 +29,7 @@ from offload_engine.sizes import parse_size
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.settings import DEEP, OVERLAP, SHARED, full, selective
 from tests.dist.test_recompute_switches import MODELS, _config, _step
-from tests.dist.tiny import (
-    ALL,
-    engine_of,
-    fingerprint,
-    gathered,
-    make_chunks,
-    make_config,
-    run,
-    stats_of,
-    step,
-    train_distributed,
-)
+from tests.dist.tiny import ALL, engine_of, gathered, make_chunks, make_config, run, stats_of, step, train_distributed
 
 NUM_STEPS = 8
 NUM_FREE = 5
@@ -95,17 +85,13 @@ def ends(view: Any) -> tuple[int, int]:
     return chosen.floor.held_bytes, chosen.top.held_bytes
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "dtype", "settings", "numbers"),
-    [
-        pytest.param(Pipeline(2), "dense", torch.float32, {}, [4, 4, 4, 4, 4, 2, 6, 4], id="1F1B, other microbatches"),
-        pytest.param(DEEP, "moe", torch.bfloat16, {**SHARED, **OVERLAP}, [4] * NUM_STEPS, id="interleaved, overlap"),
-    ],
-)
+@pytest.mark.parametrize("shape", [Pipeline(2), DEEP], ids=["1F1B, other microbatches", "interleaved, overlap"])
 @on_ranks(timeout_s=240.0)
-def test_steps_are_the_same_and_within_the_budget(
-    shape: Pipeline, kind: str, dtype: torch.dtype, settings: dict[str, Any], numbers: list[int]
-) -> None:
+def test_steps_are_the_same_and_within_the_budget(shape: Pipeline) -> None:
+    kind, dtype, numbers = ("dense", torch.float32, [4, 4, 4, 4, 4, 2, 6, 4])
+    settings: dict[str, Any] = {}
+    if shape == DEEP:
+        kind, dtype, numbers, settings = "moe", torch.bfloat16, [4] * NUM_STEPS, {**SHARED, **OVERLAP}
     reference = make_chunks(make_config(kind, dtype, **settings))
     expected = {number: step(reference, number) for number in set(numbers)}
 
@@ -143,27 +129,6 @@ def test_the_distributed_optimizer() -> None:
         within = steps(offload_gpu_budget=f"{budget}")
     assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
     assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
-
-
-@on_ranks(Pipeline(2))
-def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    expected = {4: step(make_chunks(make_config("mixed")), 4)}
-
-    def peaks(budget: str, num_steps: int, **files: str) -> list[int]:
-        return train(
-            lambda: make_chunks(make_config("mixed", offload_gpu_budget=budget, **files)), [4] * num_steps, expected
-        ).peaks
-
-    files = {"offload_plan": f"{tmp_path}/plan.json", "offload_plan_plot": f"{tmp_path}/plan.png"}
-    budget = max(gathered(peaks("1TiB", 6)[-1]))
-    first, again = (peaks(f"{budget}", num_steps, **files) for num_steps in (6, 2))
-    assert first[0] < first[-1] and again[0] > first[0]  # nothing had to be measured
-    assert max(again) <= budget
-    torch.distributed.barrier()
-    assert {path.name for path in tmp_path.iterdir()} == {"plan_rank0.json", "plan_rank1.json", "plan.png"}
-    with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
-        peaks(f"{budget}", 1, offload_plan=f"{tmp_path}/nowhere/plan.json")
 
 
 @on_ranks()
@@ -233,12 +198,8 @@ def _recomputing(model: str, **more: Any) -> list[Any]:
 
 
 def _train(model: str, budget: str, expected: dict[str, str], num_steps: int = NUM_RECOMPUTING, **more: Any) -> Trained:
-    return train(
-        lambda: _recomputing(model, offload_gpu_budget=budget, **more),
-        [NUM_MICROBATCHES] * num_steps,
-        {NUM_MICROBATCHES: expected},
-        _step,
-    )
+    make, numbers = partial(_recomputing, model, offload_gpu_budget=budget, **more), [NUM_MICROBATCHES] * num_steps
+    return train(make, numbers, {NUM_MICROBATCHES: expected}, _step)
 
 
 def _half_way(model: str, expected: dict[str, str]) -> int:
@@ -247,13 +208,10 @@ def _half_way(model: str, expected: dict[str, str]) -> int:
     return half_way(*ends(whole.view))
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    [("dense", Pipeline(2)), ("spread", Pipeline(tensor=2)), ("experts", Pipeline(2, 2, 2))],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(tensor=2), DEEP], ids=["dense", "spread", "experts"])
 @on_ranks(timeout_s=240.0)
-def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: Pipeline) -> None:
+def test_what_is_recomputed_is_chosen_and_steps_are_the_same(shape: Pipeline) -> None:
+    model = {Pipeline(2): "dense", DEEP: "experts"}.get(shape, "spread")
     expected = _step(_recomputing(model), NUM_MICROBATCHES)
     budget = _half_way(model, expected)
     with where_the_link_is_behind():
@@ -267,21 +225,26 @@ def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: 
     assert all(of_rank == dict(chosen)[stage] for stage, of_rank in chosen)
 
 
-@on_ranks()
-def test_a_plan_that_recomputes_is_given_back_unless_that_is_forbidden(tmp_path: Path) -> None:
-    file = str(tmp_path / "plan.json")
+@on_ranks(Pipeline(2), timeout_s=240.0)
+def test_a_plan_is_written_drawn_and_given_back_unless_it_recomputes_what_may_not_be(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files: dict[str, Any] = {"offload_plan": f"{tmp_path}/plan.json", "offload_plan_plot": f"{tmp_path}/plan.png"}
     expected = _step(_recomputing("dense"), NUM_MICROBATCHES)
     budget = _half_way("dense", expected)
     with where_the_link_is_behind():
-        peaks = _train("dense", f"{budget}", expected, offload_plan=file).peaks
+        peaks = _train("dense", f"{budget}", expected, **files).peaks
         forbidden = _train("dense", f"{budget}", expected, offload_recompute="off").view
     assert not forbidden.decider.chosen.best.decision.choices.recomputed
-    again, view = _train("dense", f"{budget}", expected, num_steps=3, offload_plan=file)
+    torch.distributed.barrier()
+    assert {path.name for path in tmp_path.iterdir()} == {"plan_rank0.json", "plan_rank1.json", "plan.png"}
+    again, view = _train("dense", f"{budget}", expected, num_steps=3, **files)
     assert view.decider.chosen is None  # nothing was measured
-    assert view.decider.saved.allowance.choices.recomputed
+    assert any(gathered(view.decider.saved.allowance.choices.recomputed))
     assert again[-1] == peaks[-1]
-    with pytest.raises(ValueError, match=r"^--offload-plan \S+ recomputes, which --offload-recompute off forbids"):
-        _train("dense", f"{budget}", expected, offload_plan=file, offload_recompute="off")
+    with pytest.raises(ValueError, match=r"--offload-plan \S+ recomputes, which --offload-recompute off forbids"):
+        _train("dense", f"{budget}", expected, offload_recompute="off", **files)
+    with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
+        _train("dense", f"{budget}", expected, offload_plan=f"{tmp_path}/nowhere/plan.json")
 
 
 @on_ranks(Pipeline(tensor=2), timeout_s=240.0)
@@ -337,7 +300,7 @@ class Job:
         return engine_of(self._handle).budget
 
     def step(self, extra: int = 0, **more: Any) -> dict[str, str]:
-        found = fingerprint(self.chunks, run(self.chunks, 2, **more))
+        found = step(self.chunks, 2, **more)
         self._optimizer.step()
         self.num_steps += 1
         if not isinstance(self.view._last.gauge, Skewed):
@@ -470,31 +433,29 @@ def test_a_rank_that_cannot_begin_ends_all(shape: Pipeline) -> None:
     assert shape == STAGES or "another rank of this pipeline stage cannot begin; see its error" in errors[0]
 
 
-@pytest.mark.parametrize(
-    ("group", "reason", "told_others"),
-    [
-        pytest.param(None, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects", id="no group"),
-        # before the first step
-        pytest.param(
-            '[0, 7, "mlp_fc2"', "it has a group 0 7 mlp_fc2 0", "pipeline rank 1: --offload-plan", id="layout"
-        ),
-    ],
-)
-@on_ranks(STAGES, timeout_s=30)
-def test_a_plan_of_another_model_on_one_rank_ends_all(
-    group: str | None, reason: str, told_others: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "plan_rank1.json"
+@on_ranks(STAGES)
+def test_a_plan_of_another_model_on_one_rank_ends_all(tmp_path: Path) -> None:
+    path, old = tmp_path / "plan_rank1.json", '[0, 1, "mlp_fc2"'
     with training(plan=tmp_path / "plan.json") as job:
         job.steps(6)
-    if is_last_rank():
-        lines, old = path.read_text().splitlines(), '[0, 1, "mlp_fc2"'
-        path.write_text("\n".join(line.replace(old, group or "") for line in lines if group or old not in line))
-    with training(plan=tmp_path / "plan.json") as job, pytest.raises(ValueError) as caught:
-        job.steps(3)
-    errors = gathered(str(caught.value))
-    assert f"--offload-plan {path} is of another model or layout: {reason}" in errors[1]
-    assert told_others in errors[0]
+    torch.distributed.barrier()
+    lines = path.read_text().splitlines()
+    without, other = (
+        [line for line in lines if old not in line],
+        [line.replace(old, '[0, 7, "mlp_fc2"') for line in lines],
+    )
+    for changed, reason, told_others in (
+        (without, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects"),
+        (other, "it has a group 0 7 mlp_fc2 0", "pipeline rank 1: --offload-plan"),  # before the first step
+    ):
+        torch.distributed.barrier()
+        if is_last_rank():
+            path.write_text("\n".join(changed))
+        with training(plan=tmp_path / "plan.json") as job, pytest.raises(ValueError) as caught:
+            job.steps(3)
+        errors = gathered(str(caught.value))
+        assert f"--offload-plan {path} is of another model or layout: {reason}" in errors[1]
+        assert told_others in errors[0]
 
 
 @on_ranks(STAGES, timeout_s=30)

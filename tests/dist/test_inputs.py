@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,9 +22,8 @@ from offload_engine import ChunkOffloadHandler, FixedBounds, OffloadConfig
 from offload_engine.schedule import backward_at_once
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
-from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without
+from tests.dist.parity import SAVES_COPIES, Case, actions, run_ordered, run_with, run_without
 from tests.dist.settings import GROUPED, OVERLAP, SHARED, full, selective
-from tests.dist.streams import adversarial_device
 from tests.dist.tiny import (
     ALL,
     HIDDEN,
@@ -76,38 +74,28 @@ def test_stage_inputs(shape: Pipeline) -> None:
         assert all(torch.isfinite(x).all() for x, _ in seen)
 
 
-@pytest.mark.parametrize(
-    ("logger", "micro_batch"),
-    [
-        pytest.param("", 2, id="emptied"),
-        pytest.param("", 1, id="emptied, of one sequence"),
-        pytest.param("somewhere", 2, id="read again: they stay"),
-    ],
-)
+@pytest.mark.parametrize(("logger", "micro_batch"), [("", 2), ("", 1), ("it reads them again", 2)])
 @pytest.mark.compat
 @on_ranks()
 def test_embeddings_without_a_pipeline(logger: str, micro_batch: int) -> None:
     """`GPTModel.forward` keeps them in a local variable while it computes the loss, and logs them if it is asked to."""
-    storages: list[torch.UntypedStorage] = []
-    sizes: list[int] = []
+    storages, sizes = list[torch.UntypedStorage](), list[int]()
 
     def enter_decoder(module: Any, args: Any, kwargs: Any) -> None:
         storages.append(kwargs["hidden_states"].untyped_storage())
 
-    def note_size(module: Any, args: Any) -> None:
+    def note_size(*_: Any) -> None:
         sizes.append(storages[-1].nbytes())
-
-    def some(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
-        return forward_step((batch[:micro_batch] for batch in batches), model, *more)
 
     with _applied() as handle:
         (chunk,) = _chunks(["attn_norm"])
         chunk.decoder.register_forward_pre_hook(_as_known(enter_decoder), with_kwargs=True)
-        chunk.decoder.layers[1].register_forward_pre_hook(_as_known(note_size))
-        chunk.output_layer.register_forward_pre_hook(note_size)
+        for module in (chunk.decoder.layers[1], chunk.output_layer):
+            module.register_forward_pre_hook(_as_known(note_size))
         chunk.config.config_logger_dir = logger
         chunk.output_layer.register_forward_hook(lambda *_: setattr(chunk.config, "config_logger_dir", ""))
-        run([chunk], 1, forward_step=some)
+        batch = torch.zeros(micro_batch, SEQUENCE, dtype=torch.int64)
+        run([chunk], 1, make_batches=lambda _: iter([batch]))
         stats = stats_of(handle)
         assert (sizes == [0, 0]) == (not logger) and stats.num_viewed_storages == 0
         assert stats.num_emptied_storages == int(not logger)
@@ -123,8 +111,7 @@ def _as_known(hook: Any) -> Any:
 @on_ranks()
 def test_an_input_of_recomputation_that_other_code_keeps_stays() -> None:
     """Its holders are counted: of what no one knows of, one too many would be taken for a copy of megatron-core's."""
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    are_equal: list[bool] = []
+    kept, are_equal = list[tuple[torch.Tensor, torch.Tensor]](), list[bool]()
 
     def keep(module: Any, args: Any) -> None:
         kept.append((args[0].detach(), args[0].detach().clone()))
@@ -176,80 +163,55 @@ INPUTS: list[tuple[str, str, str, dict[str, Any], int, int]] = [
 @on_ranks()
 def test_it_leaves() -> None:
     for name, module, kind, model, num, nbytes in INPUTS:
-        case = Case(kind, [name], settings=selective(module, **model))
-        expected = run_without(case, [2])
-        with adversarial_device(1) as device:
-            (stats,) = run_with(case, [2], expected)
-            assert device.hazards == [], name
+        (stats,) = run_ordered(Case(kind, [name], settings=selective(module, **model)), [2])
         assert (stats.num_offloaded_groups, stats.copied_out_bytes) == (num, num * nbytes), name
         assert (stats.copied_in_bytes, stats.prefetch_misses) == (stats.copied_out_bytes, 0), name
         assert stats.num_viewed_storages == 0, name  # or it would not be freed
         assert stats.peak_resident_bytes <= 3 * nbytes < stats.managed_bytes or name == "mlp_fc1", name
+    for name, module, kind, model, least, most in (
+        # With queries, keys and values leave a mask, and a number that the host reads: on a GPU that is on no device.
+        ("core_attn", "core_attn", "mixed", {}, 3 * INPUT + 1, 3 * INPUT + SEQUENCE**2 + 4),
+        # All projections: the input of those to the latents, and what the recomputed ones start from.
+        ("qkv_linear", "mla_up_proj", "dense", LATENT, LATENTS + INPUT, 99 * INPUT),
+    ):
+        case = Case(kind, [name], settings=selective(module, **model))
+        (stats,) = run_with(case, [2], run_without(case, [2]))
+        assert 6 * least <= stats.copied_in_bytes == stats.copied_out_bytes <= 6 * most, name
+        assert stats.num_viewed_storages == 0, name
 
 
-@pytest.mark.compat
-@on_ranks()
-def test_queries_keys_and_values_leave() -> None:
-    """Beside them the kernel's checkpoint keeps a number that the host reads, which on a GPU is not on the device."""
-    case = Case("mixed", ["core_attn"], settings=selective("core_attn"))
-    (stats,) = run_with(case, [2], run_without(case, [2]))
-    mask = SEQUENCE * SEQUENCE
-    assert stats.num_offloaded_groups == 6
-    assert 6 * 3 * INPUT < stats.copied_out_bytes <= 6 * (3 * INPUT + mask + 4)
-    assert (stats.copied_in_bytes, stats.num_viewed_storages) == (stats.copied_out_bytes, 0)
+def _cases(of_latents: list[str], of_experts: list[str]) -> list[tuple[bool, bool, list[str]]]:
+    """List cases of models with experts, whose attention has latents or not."""
+    rows = [(True, names) for names in of_latents] + [(False, names) for names in of_experts]
+    return [(True, has_latents, names.split()) for has_latents, names in rows]
 
 
-@on_ranks()
-def test_projections_beside_a_recomputed_one() -> None:
-    """`qkv_linear` is all of them: the input of those to the latents, and what the recomputed ones start from."""
-    case = Case("dense", ["qkv_linear"], settings=selective("mla_up_proj", **LATENT))
-    (stats,) = run_with(case, [2], run_without(case, [2]))
-    assert stats.copied_in_bytes == stats.copied_out_bytes >= 6 * LATENTS + 6 * INPUT
-    assert stats.num_viewed_storages == 0
-
-
-OWN_NORM = ["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+OWN_NORM = "attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act"
 # What megatron-core's own test offloads, with norms and, in models with experts, the activation recomputed: whether the
-# model has experts, whether its attention has latents, and the names.
+# model has experts, whether its attention has latents, and the names; alone, and under the overlap.
 UPSTREAM = [
     (False, True, ["attn_norm"]),
-    (True, False, ["qkv_linear"]),
-    (True, False, ["core_attn"]),
-    (True, True, ["core_attn", "attn_proj"]),
-    (True, False, ["mlp_norm"]),
-    (True, False, ["expert_fc1"]),
-    (True, False, ["moe_act"]),
+    *_cases(["core_attn attn_proj"], ["qkv_linear", "core_attn", "mlp_norm", "expert_fc1", "moe_act"]),
 ]
-UPSTREAM_OVERLAP = [
-    (True, True, ["attn_norm"]),
-    (True, True, ["core_attn"]),
-    (True, True, ["attn_norm", "core_attn", "attn_proj"]),
-    (True, True, ["mlp_norm"]),
-    (True, False, ["expert_fc1"]),
-    (True, False, ["moe_act"]),
-    (True, False, ["mlp_norm", "expert_fc1", "moe_act"]),
-    (True, True, OWN_NORM),
-    (True, False, OWN_NORM),
-]
-
-
-@pytest.mark.parametrize(
-    ("cases", "overlap", "shape"),
-    [
-        pytest.param(UPSTREAM, {}, Pipeline(), id="alone", marks=pytest.mark.compat),
-        pytest.param(UPSTREAM_OVERLAP, OVERLAP, Pipeline(expert=2), id="under the overlap"),
-    ],
+UPSTREAM_OVERLAP = _cases(
+    ["attn_norm", "core_attn", "attn_norm core_attn attn_proj", "mlp_norm", OWN_NORM],
+    ["expert_fc1", "moe_act", "mlp_norm expert_fc1 moe_act", OWN_NORM],
 )
+ALONE_OR_NOT = [pytest.param(Pipeline(), id="alone", marks=pytest.mark.compat), Pipeline(expert=2)]
+
+
+@pytest.mark.parametrize("shape", ALONE_OR_NOT)
 @on_ranks()
-def test_megatron_cores_own_cases(cases: list[Any], overlap: dict[str, Any], shape: Pipeline) -> None:
+def test_megatron_cores_own_cases(shape: Pipeline) -> None:
+    overlap = {} if shape == Pipeline() else OVERLAP
     references: dict[tuple[bool, bool], dict[str, str]] = {}
-    for has_experts, has_latents, names in cases:
+    for has_experts, has_latents, names in UPSTREAM if shape == Pipeline() else UPSTREAM_OVERLAP:
+        model = has_experts, has_latents
         kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
         settings = {**overlap, **selective(*(["layernorm", "moe_act"] if has_experts else ["layernorm"]))}
         settings.update({**(LATENT if has_latents else {}), **(GROUPED if has_experts else {})})
         recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1}
         change = None if has_latents else _with_the_norm_inside
-        model = has_experts, has_latents
         if model not in references:
             chunks = make_chunks(make_config(kind, dtype, **settings), change=change)
             references[model] = step(chunks, 2)
@@ -297,14 +259,12 @@ FROM_19 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("names", "recompute"), [(OF_RECIPE, {}), (["qkv_linear", "moe_act"], selective("layernorm", "core_attn"))]
-)
+@pytest.mark.parametrize("recompute", [{}, selective("layernorm", "core_attn")])
 @pytest.mark.compat
 @on_ranks(Pipeline(2, 2))
-def test_names(names: list[str], recompute: dict[str, Any]) -> None:
+def test_names(recompute: dict[str, Any]) -> None:
     """A name with nothing to move is no error, as in megatron-core, but the log says so."""
-    moved, said = _take_over({**RECIPE, "offload_modules": names, **recompute})
+    moved, said = _take_over({**RECIPE, "offload_modules": OF_RECIPE, **recompute})
     assert moved[0]
     if torch.distributed.get_rank() == 0:
         assert ("'qkv_linear' is left out" in said) == bool(recompute)

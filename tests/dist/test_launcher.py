@@ -62,10 +62,9 @@ def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     # Of what a layer is made of: core attention, and the ends of the stretch of the activation, which are those of the
     # first projection and of its MLP; and what passes the engine by.
     parts = [name.removeprefix("decoder.layers.").partition(".")[2] for name in hooked]
-    num_layers = 4
     wanted = ("self_attention.core_attention", "mlp.linear_fc1", "mlp")
     unshared = ("input_layernorm", "self_attention.linear_qkv", "pre_mlp_layernorm")
-    assert Counter(filter(None, parts)) == dict.fromkeys((*wanted, *unshared), num_layers)
+    assert Counter(filter(None, parts)) == dict.fromkeys((*wanted, *unshared), 4)
 
 
 def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:

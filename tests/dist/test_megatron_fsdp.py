@@ -27,16 +27,8 @@ from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_confi
 
 pytest.importorskip("einops", reason="Megatron-FSDP arranges its ranks with it")
 
-from tests.dist.megatron_fsdp import (  # noqa: E402
-    SHARDED,
-    STRATEGIES,
-    Job,
-    Sharding,
-    check_parity,
-    make_job,
-    noting_moved_weights,
-    step,
-)
+from tests.dist import megatron_fsdp  # noqa: E402
+from tests.dist.megatron_fsdp import SHARDED, STRATEGIES, Job, Sharding, check_parity, make_job  # noqa: E402
 
 DENSE = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 MOE = ["layer_input", "core_attn", "router", "dispatched_tokens", "router_fc1", "moe_act", "router_fc2"]
@@ -44,18 +36,16 @@ MIXED = [*MOE, "mlp_fc1", "mlp_act", "mlp_fc2"]
 NO_BIAS = {"add_bias_linear": False}
 
 
+# Buffers that take turns, and weights gathered module by module.
+OPTIONS = (
+    *("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer"),
+    "megatron_fsdp_enable_fine_grained_param_gather",
+)
 JOBS = {
     **{f"dense, {strategy}": Job("dense", Sharding(strategy)) for strategy in STRATEGIES},
     # The least is sharded, and the most.
     **{f"experts, {strategy}": Job("moe", Sharding(strategy)) for strategy in (STRATEGIES[0], SHARDED)},
-    # Buffers that take turns, and weights gathered module by module.
-    **{
-        option: Job("dense", Sharding(options={option: True}), microbatches=(3, 1, 3))
-        for option in (
-            *("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer"),
-            "megatron_fsdp_enable_fine_grained_param_gather",
-        )
-    },
+    **{each: Job("dense", Sharding(options={each: True}), microbatches=(3, 1, 3)) for each in OPTIONS},
     # Units are parts of layers, so that fewer weights are gathered at once. Layers add biases outside of these.
     "attention and MLPs": Job("dense", Sharding(units=(SelfAttention, MLP)), NO_BIAS),
     "MoE layers": Job("moe", Sharding(units=(MoELayer,))),
@@ -113,9 +103,9 @@ def test_a_saved_alias_of_a_weight_never_moves() -> None:
     for sharding in shardings:
         chunks = make_job(Job("dense", sharding, NO_BIAS, change=_save_aliases))
         names = ["qkv_linear", "mlp_fc1"]
-        with apply(ALL, modules=names) as handle, noting_moved_weights(CpuDevice, chunks) as moved:
+        with apply(ALL, modules=names) as handle, megatron_fsdp.noting_moved_weights(CpuDevice, chunks) as moved:
             for num_microbatches in (2, 3):
-                step(chunks, num_microbatches)
+                megatron_fsdp.step(chunks, num_microbatches)
                 assert stats_of(handle).copied_out_bytes > 0
                 assert not moved, sharding
                 engine_of(handle).reset_iteration()  # as after an error: its books begin anew

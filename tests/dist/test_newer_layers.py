@@ -18,7 +18,6 @@ import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from offload_engine import IterationStats
 from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.models import HYBRID
 from tests.dist.parity import Case, check_all, run_with, run_without
@@ -30,14 +29,8 @@ FROM_20 = pytest.mark.skipif(
 )
 
 NUM_MICROBATCHES = 2
-SETTINGS: dict[str, Any] = dict(
-    **HYBRID,
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    mamba_num_groups=2,
-    mamba_state_dim=4,
-    gdp_num_householder=2,
-)
+SETTINGS: dict[str, Any] = {**HYBRID, "mamba_num_heads": 4, "mamba_head_dim": 8, "gdp_num_householder": 2}
+SETTINGS |= {"mamba_num_groups": 2, "mamba_state_dim": 4}
 
 
 class GatedNorm(torch.nn.Module):
@@ -110,18 +103,13 @@ PROJECTED = INPUT * 132 // HIDDEN
 )
 @on_ranks()
 def test_mixers(names: list[str], recomputed: list[str]) -> None:
-    stats = _run(names, recomputed)
+    case = Case("moe", names, settings=selective(*recomputed, **SETTINGS), change=with_mixers)
+    (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]), is_evaluated=True)
     assert stats.copied_in_bytes == stats.copied_out_bytes == stats.managed_bytes
     if {*names} <= {"mamba_in_proj", "mamba_out_proj"}:
         assert stats.copied_out_bytes == NUM_MICROBATCHES * len(names) * INPUT
     else:
         assert stats.copied_out_bytes > NUM_MICROBATCHES * PROJECTED
-
-
-def _run(names: list[str], recomputed: list[str]) -> IterationStats:
-    case = Case("moe", names, settings=selective(*recomputed, **SETTINGS), change=with_mixers)
-    (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]), is_evaluated=True)
-    return stats
 
 
 # ---- several residual streams ----------------------------------------------------------------------------------------
@@ -134,10 +122,8 @@ PARTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"
 @FROM_20
 @pytest.mark.parametrize("recomputed", [[], ["mhc"], ["mhc", "core_attn"], ["mhc", "layernorm"]], ids=str)
 def test_residual_streams(recomputed: list[str]) -> None:
-    names = [
-        ["self_attn", "mlp_act"],
-        [name for name in PARTS if "layernorm" not in recomputed or name not in BEHIND_NORMS],
-    ]
+    parts = [name for name in PARTS if "layernorm" not in recomputed or name not in BEHIND_NORMS]
+    names = [["self_attn", "mlp_act"], parts]
     names += [] if recomputed else [["layer_input", "self_attn", "mlp_norm"], ["attn_norm"]]
     numbers = (None, 2) if recomputed else (None,)
     settings = [selective(*recomputed, **STREAMS, mhc_recompute_layer_num=number) for number in numbers]

@@ -89,21 +89,12 @@ def _alone(names: list[str]) -> list[list[str]]:
 
 def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
     """List names that such a model has and that do not conflict with its recomputation."""
-    defaults = {
-        "multi_latent_attention": False,
-        "mtp_num_layers": None,
-        "moe_shared_expert_intermediate_size": None,
-        "num_moe_experts": 4,
-        "moe_layer_freq": 1 if kind == "moe" else [0, 1],
-    }
-    config = SimpleNamespace(**{**defaults, **settings})
-    names = []
-    for row in MODULES:
-        has = _can_have(config, row) and not row.name.startswith(("mamba_", "gdp_"))
-        if row.name == "qk_norm":
-            has = config.multi_latent_attention
-        if has and not is_refused(config, row.name, frozenset(BLOCKS.values())):
-            names.append(row.name)
+    defaults: dict[str, Any] = dict.fromkeys(("mtp_num_layers", "moe_shared_expert_intermediate_size"))
+    defaults |= {"num_moe_experts": 4, "moe_layer_freq": 1 if kind == "moe" else [0, 1]}
+    config = SimpleNamespace(**{**defaults, "multi_latent_attention": False, **settings})
+    rows = [row for row in MODULES if _can_have(config, row) and not row.name.startswith(("mamba_", "gdp_"))]
+    own = [row.name for row in rows if row.name != "qk_norm" or config.multi_latent_attention]
+    names = [name for name in own if not is_refused(config, name, frozenset(BLOCKS.values()))]
     assert len(names) > 4
     return names
 
@@ -312,26 +303,19 @@ def test_steps_are_those_without_offload(row: str) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    ("shape", "world_size", "kind", "names"),
-    [
-        (Pipeline(), 2, "dense", ["mlp_fc1"]),
-        (Pipeline(context=2), 2, "dense", ["mlp_fc1"]),
-        (Pipeline(2, 2, expert=2), 4, "moe", ["router_fc1", "moe_act"]),
-    ],
-)
+@pytest.mark.parametrize(("shape", "world_size"), [(Pipeline(), 2), (Pipeline(context=2), 2), (DEEP, 4)], ids=str)
 @on_ranks(timeout_s=240.0)
-def test_distributed_optimizer(shape: Pipeline, world_size: int, kind: str, names: list[str]) -> None:
+def test_distributed_optimizer(shape: Pipeline, world_size: int) -> None:
     """Gradients are reduced during the backward, and parameters gathered during the next forward."""
-    number = 2 * shape.size
-    names = ["layer_input", "core_attn", "attn_proj", *names]
+    kind, names = ("moe", ["router_fc1", "moe_act"]) if shape == DEEP else ("dense", ["mlp_fc1"])
 
     def steps(**offload: Any) -> list[dict[str, str]]:
         config = make_config(kind, torch.bfloat16, expert_model_parallel_size=shape.expert, **offload)
-        return train_distributed(config, make_chunks(config), lambda chunks: step(chunks, number))
+        return train_distributed(config, make_chunks(config), lambda chunks: step(chunks, 2 * shape.size))
 
     expected = steps()
     with apply(ALL) as handle:
+        names = ["layer_input", "core_attn", "attn_proj", *names]
         assert steps(offload_activation=True, offload_modules=names) == expected
         stats = stats_of(handle)
         assert (stats.copied_out_bytes > 0) == (stats.num_groups > stats.num_kept_groups)

@@ -35,13 +35,11 @@ def train(chunks: list[torch.nn.Module]) -> list[float]:
 class Seen:
     """What one rank has logged of the tables, in which step, and what it has trained."""
 
-    def __init__(self, modules: list[str], settings: dict[str, Any], kind: str = "dense", **options: Any) -> None:
+    def __init__(self, modules: list[str], settings: dict[str, Any], **options: Any) -> None:
         logged = tables()
-        self.tables: list[str] = []
-        self.in_steps: list[int] = []
-        self.num_emptied: list[int] = []
+        self.tables, self.in_steps, self.num_emptied = list[str](), list[int](), list[int]()
         with apply(ALL, modules=modules, **options) as handle:
-            chunks = make_chunks(make_config(kind, **settings))
+            chunks = make_chunks(make_config(**settings))
             for step in range(NUM_STEPS):
                 losses = train(chunks)
                 self.in_steps += [step] * (len(logged) - len(self.tables))
@@ -57,13 +55,8 @@ class Seen:
         return [cells for cells in lines if len(cells) > 3 and cells[3] == module]
 
 
-def see(shape: Pipeline, *args: Any) -> list[Seen]:
-    return run_ranks(Seen, *args, pipeline=shape)
-
-
 def test_it_has_all_stages_once_on_rank_0() -> None:
-    plain = see(Pipeline(2, 2), [], {})
-    first, second = see(Pipeline(2, 2), ["core_attn"], {})
+    plain, (first, second) = (run_ranks(Seen, each, {}, pipeline=Pipeline(2, 2)) for each in ([], ["core_attn"]))
     assert first.in_steps in ([2], [3]) and second.in_steps == []
     stages = [(cells[0], cells[1]) for cells in first.rows("core_attn")]
     assert set(stages) == {(str(stage % 2), str(stage)) for stage in range(4)}

@@ -48,36 +48,27 @@ def run(directory: Path, flags: str = "", *, num_ranks: int = 1) -> Run:
     return result
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "flags", "modules"),
-    [
-        pytest.param(
-            1,
-            "--swiglu --position-embedding-type rope --normalization RMSNorm --group-query-attention --qk-layernorm "
-            "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights "
-            "--rampup-batch-size 2 2 4 --lr-decay-style cosine",
-            "core_attn mlp_fc1",
-            id="llama-like, growing batch",
-        ),
-        pytest.param(
-            2, f"{VPP2} {MOE} --eval-interval 1 --eval-iters 1 --eval-at-start", "core_attn router_fc1", id="vpp2 moe"
-        ),
-        pytest.param(
-            4,
-            f"--expert-model-parallel-size 2 {VPP2} {MOE} {OVERLAP} --use-distributed-optimizer --overlap-grad-reduce",
-            "layer_input core_attn router_fc1 moe_act",
-            id="vpp2 ep2 all-to-all overlap",
-        ),
-    ],
+LLAMA = (
+    "--swiglu --position-embedding-type rope --normalization RMSNorm --group-query-attention --qk-layernorm "
+    "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--rampup-batch-size 2 2 4 --lr-decay-style cosine"
 )
+EVALUATING = f"{VPP2} {MOE} --eval-interval 1 --eval-iters 1 --eval-at-start"
+DISTRIBUTED = f"--expert-model-parallel-size 2 {VPP2} {MOE} {OVERLAP} --use-distributed-optimizer --overlap-grad-reduce"
+RUNS = [
+    (1, LLAMA, "core_attn mlp_fc1"),
+    (2, EVALUATING, "core_attn router_fc1"),
+    (4, DISTRIBUTED, "layer_input core_attn router_fc1 moe_act"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "flags", "modules"), RUNS, ids=["one rank", "vpp2 moe", "vpp2 ep2 overlap"])
 def test_offload_changes_no_bit_and_moves_bytes(directory: Path, num_ranks: int, flags: str, modules: str) -> None:
     plain = run(directory, flags, num_ranks=num_ranks)
     offload = run(directory, f"{flags} {OFFLOAD} --offload-modules {modules}", num_ranks=num_ranks)
     assert offload.curve == plain.curve
-    assert [step.get("validation_loss") for step in offload.steps] == [
-        step.get("validation_loss") for step in plain.steps
-    ]
     for without, having in zip(plain.steps, offload.steps, strict=True):
+        assert without.get("validation_loss") == having.get("validation_loss")
         assert without["offload"]["copied_out_bytes"] == 0
         # a group whose backward comes before it was released needs no copy-in
         assert 0 < having["offload"]["copied_in_bytes"] <= having["offload"]["copied_out_bytes"]
@@ -102,11 +93,7 @@ def test_the_record_of_a_plan(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "flags"),
-    [
-        pytest.param(1, "--attention-dropout 0.2", id="plain"),
-        pytest.param(2, f"{VPP2} {MOE} --bf16 --use-distributed-optimizer", id="vpp2 moe distributed"),
-    ],
+    ("num_ranks", "flags"), [(1, "--attention-dropout 0.2"), (2, f"{VPP2} {MOE} --bf16 --use-distributed-optimizer")]
 )
 def test_a_resumed_run_repeats_every_bit(directory: Path, num_ranks: int, flags: str) -> None:
     flags += " --train-iters 5 --lr-warmup-iters 2"
@@ -168,14 +155,7 @@ FLAGS = (
     *("--expert-model-parallel-size", "2", "--num-experts", "4", "--use-distributed-optimizer", "--bf16"),
     *("--hidden-size", "64", "--seq-length", "64", "--train-iters", "3"),
 )
-OFFLOAD_ON_NODES = (
-    "--offload-activation",
-    "--offload-modules",
-    "core_attn",
-    "moe_act",
-    "--offload-min-tensor-bytes",
-    "1",
-)
+OFFLOAD_ON_NODES = "--offload-activation --offload-modules core_attn moe_act --offload-min-tensor-bytes 1".split()
 
 
 Program = tuple[str, tuple[str, ...], Path, dict[str, str]]

@@ -75,15 +75,11 @@ def test_every_weight_says_that_its_gradient_was_added() -> None:
 @contextmanager
 def kernels() -> Iterator[mock.Mock]:
     """In the place of apex's module; what it gives counts the calls."""
-    kernel = mock.Mock(side_effect=_add)
+    kernel = mock.Mock(side_effect=lambda inputs, grad, main_grad: main_grad.add_(grad.float().t() @ inputs.float()))
     names: dict[str, Any] = {"fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=kernel)}
     # TransformerEngine would make the unread gradient on the GPU.
     with mock.patch.multiple(layers, create=True, **names, _grad_accum_fusion_available=True, HAVE_TE=False):
         yield kernel
-
-
-def _add(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-    main_grad.add_(grad.float().t() @ inputs.float())
 
 
 # -- megatron-core's optimizer on the CPU beside offload: together they take no more host memory than there is ---------
@@ -146,13 +142,9 @@ def _train_on_host(host: Host) -> tuple[list[dict[str, str]], list[int]]:
     chunks = make_chunks(make_config("dense"))
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     mirrors = [p.detach().as_subclass(OnGpu) for p in parameters]
+    classes: Any = dict.fromkeys(("cpu_optimizer_cls", "gpu_optimizer_cls"), torch.optim.AdamW)
     host.optimizer = HybridDeviceOptimizer(
-        [{"params": mirrors}],
-        offload_fraction=1.0,
-        cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW,
-        pin_cpu_grads=False,
-        lr=1e-2,
+        [{"params": mirrors}], offload_fraction=1.0, pin_cpu_grads=False, lr=1e-2, **classes
     )
     steps, spared = [], []
     for _ in range(NUM_STEPS):

@@ -38,27 +38,15 @@ MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
 def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, /, **overrides: Any) -> TransformerConfig:
     """Make a configuration for the parallel state of this process; `kind` is a key of `MOE_FREQ`."""
     virtual = ps.get_virtual_pipeline_model_parallel_world_size()
-    settings: dict[str, Any] = dict(
-        num_layers=NUM_LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        context_parallel_size=ps.get_context_parallel_world_size(),
-        pipeline_model_parallel_size=ps.get_pipeline_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=virtual,
-        overlap_p2p_comm=virtual is not None,
-        batch_p2p_comm=virtual is None,
-        deallocate_pipeline_outputs=True,
-    )
+    settings: dict[str, Any] = {"num_layers": NUM_LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 2}
+    settings |= dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0)
+    settings |= dict.fromkeys(("bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion"), False)
+    settings |= {"gradient_accumulation_fusion": False, "use_cpu_initialization": True}
+    settings |= {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
+    settings |= {"overlap_p2p_comm": virtual is not None, "batch_p2p_comm": virtual is None}
+    settings |= {"deallocate_pipeline_outputs": True, "virtual_pipeline_model_parallel_size": virtual}
+    settings["context_parallel_size"] = ps.get_context_parallel_world_size()
+    settings["pipeline_model_parallel_size"] = ps.get_pipeline_model_parallel_world_size()
     if kind != "dense":
         settings.update(
             num_moe_experts=4,
@@ -238,15 +226,9 @@ def train_distributed(
 ) -> list[T]:
     """Run some steps of a model in bf16; return what each `step` of the wrapped chunks has returned."""
     wrapped = _wrap_distributed(config, chunks)
-    settings = OptimizerConfig(
-        optimizer="adam",
-        lr=0.01,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-        overlap_param_gather=True,
-    )
-    optimizer = get_megatron_optimizer(settings, wrapped)
+    types = {"bf16": True, "params_dtype": torch.bfloat16}
+    shared = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.01, **types, **shared), wrapped)
     config.grad_scale_func = optimizer.scale_loss
     steps = []
     for _ in range(num_steps):
@@ -260,11 +242,8 @@ def _wrap_distributed(config: Any, chunks: Sequence[torch.nn.Module]) -> list[An
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **overlap)
     wrapped = [DistributedDataParallel(config, settings, Float16Module(config, chunk)) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
-    for name, function in (
-        ("no_sync_func", "no_sync"),
-        ("grad_sync_func", "start_grad_sync"),
-        ("param_sync_func", "start_param_sync"),
-    ):
+    names = {"no_sync": "no_sync", "grad_sync": "start_grad_sync", "param_sync": "start_param_sync"}
+    for name, function in names.items():
         functions = [getattr(chunk, function) for chunk in wrapped]
-        setattr(config, name, functions if len(functions) > 1 else functions[0])
+        setattr(config, f"{name}_func", functions if len(functions) > 1 else functions[0])
     return wrapped
