@@ -187,10 +187,17 @@ class PlannedPolicy(Policy):
         if group.may_delay and not group.is_kept and plan.leaves(chunk.key, group.index):
             self._held_back[group] = None
         yield from self._moves(plan, Boundary(COMMIT, chunk.key, group.index))  # it may leave now
-        if group in self._held_back and self.leaving.inflight_bytes + group.own_bytes > 2 * self.leaving.largest_bytes:
-            # No plan knows that the link is behind: compute would wait for a copy that was issued late.
+        if group in self._held_back and self._is_link_behind(group):
             del self._held_back[group]
             yield OUT, group
+
+    def _is_link_behind(self, group: TensorGroup) -> bool:
+        """Return whether copies take longer than planned, so that compute would wait for one that is issued late.
+
+        Not known where copies that have completed are still in flight until the plan releases them.
+        """
+        inflight_bytes = self.leaving.inflight_bytes + group.own_bytes
+        return self.releases_completed and inflight_bytes > 2 * self.leaving.largest_bytes
 
     def _begin_backward(self, plan: Plan, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         if chunk.key not in self._unplanned:

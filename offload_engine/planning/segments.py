@@ -57,8 +57,9 @@ class Block:
 class SegmentAllocator:
     """Allocates and frees blocks that have no memory.
 
-    A driver gives each new segment a lower address than those before it (580.159.04); without any from a driver, as in
-    a rehearsal, they get higher ones.
+    A driver gives each new segment the highest address at which it fits (580.159.04): in what was returned to it, or
+    below all others. (Holes that other allocations have left are not known.) Without a driver, as in a rehearsal,
+    addresses rise.
 
     Attributes:
         reserved_bytes: bytes of all segments.
@@ -69,14 +70,16 @@ class SegmentAllocator:
         self.reserved_bytes: int = 0
         self.allocated_bytes: int = 0
         self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}  # by stream, small or not: in size order
-        self._lowest: int | None = None  # address of the lowest segment of a driver
+        self._lowest: int | None = None  # end of the addresses of which a driver has used none
+        self._holes: list[tuple[int, int]] = []  # what `trim` has returned to a driver: (begin, end), the highest first
         self._end = 0  # of the last segment without one
 
     def adopt(self, segments: Iterable[Segment]) -> dict[int, Block]:
         """Take over segments as they are; return the blocks in use, by address."""
         used: dict[int, Block] = {}
-        for at, stream, is_small, blocks in segments:
-            self._lowest = at if self._lowest is None else min(self._lowest, at)
+        found = sorted(segments)
+        self._lowest = _behind_largest_gap(found) if found else None
+        for at, stream, is_small, blocks in found:
             before: Block | None = None
             for nbytes, is_free in blocks:
                 block = Block(at, nbytes, (stream, is_small))
@@ -121,10 +124,16 @@ class SegmentAllocator:
 
     def trim(self) -> None:
         """Return the segments that are free."""
+        returned: list[tuple[int, int]] = []
         for pool, free in self._free.items():
             whole = [each for each in free if each[2].before is None and each[2].behind is None]
             self.reserved_bytes -= sum(nbytes for nbytes, _, _ in whole)
+            returned += [(at, at + nbytes) for nbytes, at, _ in whole]
             self._free[pool] = [each for each in free if each[2].before is not None or each[2].behind is not None]
+        if self._lowest is not None:
+            self._holes = _merged([*self._holes, *returned])
+            if self._holes and self._holes[-1][0] == self._lowest:
+                self._lowest = self._holes.pop()[1]
 
     def _reserve(self, nbytes: int, pool: tuple[int, bool]) -> Block:
         if pool[1]:
@@ -135,11 +144,15 @@ class SegmentAllocator:
         return Block(self._place(size), size, pool)
 
     def _place(self, size: int) -> int:
-        if self._lowest is not None:
-            self._lowest -= size
-            return self._lowest
-        self._end += size
-        return self._end - size
+        if self._lowest is None:
+            self._end += size
+            return self._end - size
+        for number, (begin, end) in enumerate(self._holes):
+            if end - begin >= size:
+                self._holes[number] = begin, end - size
+                return end - size
+        self._lowest -= size
+        return self._lowest
 
     def _divide(self, block: Block, nbytes: int) -> None:
         rest = Block(block.at + nbytes, block.nbytes - nbytes, block.pool)
@@ -156,3 +169,23 @@ class SegmentAllocator:
     def _take_back(self, block: Block) -> None:
         free = self._free[block.pool]
         del free[bisect.bisect_left(free, (block.nbytes, block.at))]
+
+
+def _behind_largest_gap(segments: Iterable[Segment]) -> int:
+    """Return where the largest gap between segments ends: a few of them lie far below all others."""
+    end, gaps = 0, []
+    for at, _, _, blocks in segments:
+        gaps.append((at - end, at))
+        end = at + sum(nbytes for nbytes, _ in blocks)
+    return max(gaps)[1]
+
+
+def _merged(holes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges of addresses with those that touch in one, the highest first."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(holes, reverse=True):
+        if found and found[-1][0] == end:
+            found[-1] = begin, found[-1][1]
+        else:
+            found.append((begin, end))
+    return found

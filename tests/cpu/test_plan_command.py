@@ -18,7 +18,7 @@ import torch
 
 from offload_engine import OffloadConfig, enable_activation_offloading
 from offload_engine.planning.hardware import Hardware, find_hardware
-from offload_engine.planning.segments import SegmentAllocator
+from offload_engine.planning.segments import Segment, SegmentAllocator
 
 pytest.importorskip("transformers")
 
@@ -183,3 +183,18 @@ def test_a_segment_has_the_size_of_its_class_and_is_returned_as_a_whole() -> Non
     assert allocator.reserved_bytes == 60 * MIB
     allocator.allocate(40 * MIB)
     assert allocator.reserved_bytes == 100 * MIB, "what was returned is not used again"
+
+
+def test_segments_get_the_highest_address_at_which_they_fit() -> None:
+    """Of equal blocks the lower one is used, so what is reserved depends on it: 2 GiB more or less on an H200."""
+
+    def segment(at: int, nbytes: int, is_free: bool) -> Segment:
+        return Segment(at * MIB, 0, False, ((nbytes * MIB, is_free),))
+
+    allocator = SegmentAllocator()
+    far_below, top = segment(10, 30, False), segment(9000, 100, False)
+    holes = [segment(8000, 60, True), segment(8060, 60, True), segment(8500, 40, True), segment(7900, 50, True)]
+    allocator.adopt([top, far_below, segment(7950, 50, False), *holes])
+    allocator.trim()
+    found = [allocator.allocate(nbytes * MIB).at // MIB for nbytes in (100, 40, 20, 60, 50)]
+    assert found == [8020, 8500, 8000, 7890, 7840]

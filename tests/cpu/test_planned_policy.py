@@ -327,6 +327,9 @@ def test_a_delayed_group_leaves_at_once_where_the_link_is_behind() -> None:
         bench.step(one_forward_one_backward(2, 0, 2), save)
     bench.check_planned()
     assert are_delayed[2:] == [True, False] * 2
+    bench.policy.allow(Allowance(Choices(frozenset({Slot(0, 0, "b", 0)}))))
+    bench.step(one_forward_one_backward(2, 0, 2), save)
+    assert are_delayed[6:] == [True, True], "by a plan alone, completed copies are in flight as well"
 
 
 @pytest.mark.parametrize("actions", [no_pipelining(2), one_forward_one_backward(2, 0, 3)], ids=["at once", "1F1B"])
