@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import pytest
 
@@ -48,6 +50,7 @@ class Mlp(nn.Module):
 
 FC1 = Site("fc1", "0.linear_fc1", None)
 ACT = Site("act", "0.linear_fc1", "0.linear_fc2")
+FC2 = Site("fc2", "0.linear_fc2", None)
 
 
 @pytest.fixture
@@ -120,6 +123,12 @@ def test_keywords_and_every_shape_of_output(
 
     attachment = check_same_gradient(engine, Around({"part": Part()}), Site("part", "part", None))
     assert engine.stats.num_offloaded_groups == 1 and attachment.num_groups == Counter(part=1)
+
+
+def test_a_stretch_beside_the_brackets_of_its_ends(engine: OffloadEngine) -> None:
+    attachment = check_same_gradient(engine, nn.Sequential(Mlp()), FC1, ACT, FC2)
+    assert attachment.num_groups == Counter(fc1=1, act=1, fc2=1)
+    assert engine.stats.num_offloaded_groups == 2  # fc2 saves what act has saved before, and a view of its weight
 
 
 def test_a_stretch_that_begins_twice_before_it_ends(engine: OffloadEngine) -> None:
@@ -241,6 +250,16 @@ def test_a_loss_ends_with_the_gradients_of_the_last_of_several_heads() -> None:
             logits.register_hook(lambda _, name=name: seen.append((name, is_in_backward(window, key))))
         loss.backward()
     assert seen == [("next", False), ("further", True)]
+
+
+def test_a_head_that_is_replaced_goes() -> None:
+    chunk = Chunk()
+    with attached(chunk):
+        old = ref(chunk.output_layer)
+        chunk.output_layer = nn.Linear(WIDTH, 1)
+        gc.collect()
+        assert old() is None
+        forward(chunk).backward()
 
 
 @pytest.mark.parametrize(
