@@ -7,13 +7,15 @@ import dataclasses
 from typing import Final
 
 from offload_engine._budget.agreement import Agree
+from offload_engine.errors import BudgetError
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Slot
-from offload_engine.planning.choose import Chosen, choose, refitted, remeasured
+from offload_engine.planning.choose import Chosen, below_floor_text, choose, refitted, remeasured, repredicted
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Prediction, Predictor, floor_ms_of, refitted_floor_ms
 from offload_engine.planning.recompute import options_of, with_recomputation
 from offload_engine.planning.replay import replayed
+from offload_engine.planning.shortened import shortened
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
 
@@ -59,6 +61,7 @@ class Known:
         self._recorded = recorded
         self._replays_left = 0  # of the running choice
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
+        self._few: dict[tuple[Action, ...], Steps] = {}  # shortened, by the actions of the whole step
 
     def choose(
         self,
@@ -84,18 +87,26 @@ class Known:
                 it would reserve too much, or if less than expected leaves room. None: nothing is replayed.
         """
         steps = self._steps_of(actions)
+        few = self._few_of(steps)
 
         def choose_with(model: MemoryModel, guard_bytes: int) -> Chosen:
-            return choose(
-                steps.job,
-                model,
+            """Choose for a few of the microbatches; predict what was chosen for all of them."""
+            found = choose(
+                few.job,
+                model if few is steps else model.of_few(few.planned(Decision()).residents.moved_bytes),
                 budget_bytes,
-                self._costs_of(steps),
-                must_fit=must_fit,
+                self._costs_of(few),
+                must_fit=must_fit and few is steps,
                 recomputed=recomputed,
-                steps=steps,
+                steps=few,
                 guard_bytes=guard_bytes,
             )
+            if few is steps:
+                return found
+            found = repredicted(found, Predictor(steps.job, model, self._costs_of(steps), steps))
+            if must_fit and found.floor.held_bytes > budget_bytes:
+                raise BudgetError(below_floor_text(budget_bytes, found.floor))
+            return found
 
         self._replays_left = 0 if self._recorded is None else _num_replays(self._recorded)
         settled: Chosen | None = None
@@ -204,6 +215,18 @@ class Known:
             return self.costs
         other, floor = (each.outcome(Decision()) for each in (steps, measured))
         return dataclasses.replace(self.costs, floor_ms=floor_ms_of(other, floor, floor_ms))
+
+    def _few_of(self, steps: Steps) -> Steps:
+        """Return steps of few microbatches, by which to choose for these. The allocator reserves the same for both."""
+        actions = steps.job.actions
+        few = shortened(actions)
+        if few == actions:
+            return steps
+        if actions not in self._few:
+            job = dataclasses.replace(self.job, actions=few)
+            self._few[actions] = Steps(job, self.costs.link, self.costs.options)
+            self._few[actions].wasted_bytes = steps.wasted_bytes
+        return self._few[actions]
 
     def _steps_of(self, actions: tuple[Action, ...]) -> Steps:
         if actions not in self._steps:

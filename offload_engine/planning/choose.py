@@ -128,6 +128,15 @@ def refitted(chosen: Chosen, predictor: Predictor) -> Chosen:
     def again(prediction: Prediction) -> Prediction:
         return prediction._replace(step_ms=predictor.predict(prediction.decision).step_ms)
 
+    return _predicted_by(chosen, predictor, again)
+
+
+def repredicted(chosen: Chosen, predictor: Predictor) -> Chosen:
+    """Return what was chosen for a step as predicted for another one, with the same chunks."""
+    return _predicted_by(chosen, predictor, lambda prediction: predictor.predict(prediction.decision))
+
+
+def _predicted_by(chosen: Chosen, predictor: Predictor, again: Callable[[Prediction], Prediction]) -> Chosen:
     best, floor, top = again(chosen.best), again(chosen.floor), again(chosen.top)
     ratios = predictor.busy_ratio, predictor.most_busy_ratio
     return Chosen(best, floor, top, _improving(map(again, chosen.curve)), *ratios)

@@ -180,6 +180,19 @@ class MemoryModel:
             return self
         return replace(self, moving_share=min(self.moving_share, wasted_bytes / self.wasted_bytes))
 
+    def of_few(self, moved_bytes: int) -> MemoryModel:
+        """Return the model for steps of a few of the measured microbatches: each may be like any of these.
+
+        Args:
+            moved_bytes: copied out in such a step, if everything is offloaded.
+        """
+
+        def of_any(found: Mapping[Boundary | Moment, int]) -> dict[Boundary | Moment, int]:
+            return {at: nbytes for at, nbytes in found.items() if not isinstance(at, Boundary)}
+
+        others, early = of_any(self.other_bytes), of_any(self.early_bytes)
+        return replace(self, other_bytes=others, early_bytes=early, floor_moved_bytes=moved_bytes)
+
     def corrected(self, excess: Excess) -> MemoryModel:
         """Return the model corrected by a step that took `excess` more than predicted."""
         return replace(

@@ -31,9 +31,10 @@ from offload_engine.planning.predict import Costs, Prediction, Predictor
 from offload_engine.planning.recompute import RecomputeOption, evenly, first_layers, with_recomputation
 from offload_engine.planning.saved_plan import parse_saved
 from offload_engine.planning.shapes import GroupShape
+from offload_engine.planning.shortened import shortened
 from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
 from offload_engine.planning.steps import Decision, Outcome, Steps
-from offload_engine.schedule import no_pipelining
+from offload_engine.schedule import count_alive, interleaved, no_pipelining, one_forward_one_backward
 from tests.dense_jobs import ALL, ATTENTION, DEEP, MIB, MOST, ONE_RANK, dense_job, simulate_planned, with_bounds
 from tests.engine_on_clocks import SCALE, ClockDevice, EngineRank, _run_rank, run_engine
 from tests.lookups import present
@@ -547,3 +548,37 @@ def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: 
     assert captured.milliseconds == pytest.approx(asking.milliseconds, abs=1e-6)
     for name in ("peak_resident_bytes", "peak_host_bytes"):
         assert [getattr(s, name) for s in captured.stats] == [getattr(s, name) for s in asking.stats]
+
+
+# -- steps of many microbatches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_shortened_step_is_one_of_the_same_schedule(rank: int) -> None:
+    for schedule in (
+        no_pipelining,
+        lambda num: one_forward_one_backward(4, rank, num),
+        lambda num: interleaved(4, rank, 2, num),
+    ):
+        few = shortened(schedule(64))
+        num = len({action.chunk.microbatch for action in few})
+        assert few == tuple(schedule(num)) and 2 * num <= 64
+        assert num >= 3 and max(count_alive(few)) == max(count_alive(schedule(64)))
+        assert shortened(schedule(2 * num - 4)) == tuple(schedule(2 * num - 4)), "it would not have half of them"
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (4, 1), (2, 2)])
+def test_a_choice_for_many_microbatches_is_made_with_few(pipeline: int, virtual: int) -> None:
+    rank = dense_job(ALL, pipeline=pipeline, virtual=virtual, num_microbatches=32, layers=16).ranks[0]
+    job = Job(rank.actions, rank.shapes)
+    costs = Costs(options=layer_options(job))
+    model = dataclasses.replace(flat_model(job), wasted_bytes=2 * GIB, overhead_bytes=3 * GIB)
+    floor, top = (end.held_bytes for end in (choose(job, model, 1 << 50, costs)[1:3]))
+    known = Known(job, model, costs)
+    for budget in (floor, floor + (top - floor) // 5):
+        found, expected = known.choose(job.actions, budget), choose(job, model, budget, costs)
+        assert (found.floor, found.top) == (expected.floor, expected.top) and found.best.held_bytes <= budget
+        assert found.best.step_ms <= 1.01 * expected.best.step_ms
+    assert 3 * len(known._steps[job.actions]._planned) < 2 * len(known._few[job.actions]._planned)
+    with pytest.raises(BudgetError, match="less than the"):
+        known.choose(job.actions, floor - 1)
