@@ -37,4 +37,5 @@ def test_after_an_interrupt_nothing_is_left_and_the_next_step_is_equal() -> None
 def test_an_interrupt_at_each_byte_code_of_a_function(front_end: str, function: str, num_byte_codes: int) -> None:
     """Functions in which one was once enough to leave a lock held, or offload switched off; each one nightly."""
     trials, numbers = Trials(), range(1, num_byte_codes, STRIDE)
+    trials.interrupt(front_end, 1, function)  # Python 3.12 traces no byte codes for the first time in a process
     assert sum(trials.interrupt(front_end, number, function) for number in numbers) == len(numbers)
