@@ -57,9 +57,9 @@ class Block:
 class SegmentAllocator:
     """Allocates and frees blocks that have no memory.
 
-    A driver gives each new segment the highest address at which it fits (580.159.04): in what was returned to it, or
-    below all others. (Holes that other allocations have left are not known.) Without a driver, as in a rehearsal,
-    addresses rise.
+    A driver gives each new segment the highest address at which it fits, as recorded on H200s: in what was returned to
+    it, or below all others. (Holes that other allocations have left are not known.) Without a driver, as in a
+    rehearsal, addresses rise.
 
     Attributes:
         reserved_bytes: bytes of all segments.

@@ -13,7 +13,7 @@ from offload_engine.schedule import Action
 _STEADY: Final = 2
 """Microbatches of a shortened step beside those that fill the pipeline."""
 _WORTHWHILE: Final = 2
-"""Shortened steps have at most the inverse of this of the microbatches."""
+"""How many times the microbatches of a shortened step the whole one must have."""
 
 
 def shortened(actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -25,10 +25,10 @@ def shortened(actions: Sequence[Action]) -> tuple[Action, ...]:
     num = _num_alive(actions) + _STEADY
     group = sum(1 for _ in takewhile(lambda action: (action.kind, action.chunk.stage) == _first(actions), actions))
     num += -num % max(1, group)
-    kept = list(dict.fromkeys(action.chunk.microbatch for action in actions))
-    if _WORTHWHILE * num > len(kept):
+    microbatches = list(dict.fromkeys(action.chunk.microbatch for action in actions))
+    if _WORTHWHILE * num > len(microbatches):
         return tuple(actions)
-    few = frozenset(kept[:num])
+    few = frozenset(microbatches[:num])
     return tuple(action for action in actions if action.chunk.microbatch in few)
 
 
