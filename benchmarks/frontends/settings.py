@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,4 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def engine_host_bytes(args: argparse.Namespace) -> int:
     """Return the host bytes for an engine: less than those of a contender, because its process takes some too."""
-    return int(args.engine.get("host_limit_bytes", 0.9 * args.host_bytes))
+    host_bytes = 0.9 * args.host_bytes
+    if args.device == "cpu":  # its host tier is a directory, which others fill, too
+        host_bytes = min(host_bytes, 0.5 * shutil.disk_usage(tempfile.gettempdir()).free)
+    return int(args.engine.get("host_limit_bytes", host_bytes))
