@@ -73,7 +73,7 @@ if [ -n "${TE_WHEELS:-}" ]; then
 fi
 progress=(--progress-bar off) # a line for each package
 if [ -t 1 ]; then progress=(--progress-bar on); fi
-"$venv/bin/python" -m pip install ${progress[@]+"${progress[@]}"} --disable-pip-version-check --no-input \
+"$venv/bin/python" -m pip install --no-compile ${progress[@]+"${progress[@]}"} --disable-pip-version-check --no-input \
     --constraint "$constraints" ${find_links[@]+"${find_links[@]}"} --editable ".[$extras]" ||
     die "pip could not install [$extras] with $constraints; its own message is above"
 touch "$stamp"
