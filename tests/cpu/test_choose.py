@@ -569,7 +569,7 @@ def test_a_shortened_step_is_one_of_the_same_schedule(rank: int) -> None:
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (4, 1), (2, 2)])
 def test_a_choice_for_many_microbatches_is_made_with_few(pipeline: int, virtual: int) -> None:
-    rank = dense_job(ALL, pipeline=pipeline, virtual=virtual, num_microbatches=32, layers=16).ranks[0]
+    rank = dense_job(ALL, pipeline=pipeline, virtual=virtual, num_microbatches=16, layers=8).ranks[0]
     job = Job(rank.actions, rank.shapes)
     costs = Costs(options=layer_options(job))
     model = dataclasses.replace(flat_model(job), wasted_bytes=2 * GIB, overhead_bytes=3 * GIB)
