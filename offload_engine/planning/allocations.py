@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from offload_engine.planning.moves import COMMIT, Boundary, GroupKey
-from offload_engine.planning.segments import Segment, rounded
+from offload_engine.planning.segments import Reserved, Segment, rounded
 
 ALLOCATED: Final = 0
 FREE_ASKED: Final = 1
@@ -132,6 +132,8 @@ class RecordedStep:
     runs: list[ModuleRun] = field(default_factory=list)
     most_events: int = 0
     """Of the ranks that decide alike: all replay as often."""
+    small: Reserved | None = None
+    """What small blocks come to if nothing moves, once that is known."""
 
 
 def recorded_step(

@@ -17,7 +17,7 @@ from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, Bound
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
-from offload_engine.planning.segments import Block, SegmentAllocator, rounded
+from offload_engine.planning.segments import Block, Reserved, SegmentAllocator, is_small_block, rounded
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
 
@@ -42,18 +42,13 @@ class Use(NamedTuple):
     life: Life
 
 
-class Reserved(NamedTuple):
-    """What an allocator comes to."""
-
-    reserved_bytes: int
-    peak_bytes: int
-    """Allocated at once, in the last step."""
-
-
 def replayed(
     step: RecordedStep, job: Job, decision: Decision, offered: tuple[RecomputeOption, ...] = ()
 ) -> Reserved | None:
     """Return what the allocator would reserve for steps with a decision, if it is trimmed before; None: not known.
+
+    Small blocks have segments of their own. What they come to differs little between decisions, so they are replayed
+    once, as in the step in which nothing moves: then most of them are there at once.
 
     Args:
         step: the recorded step, in which everything was offloaded.
@@ -62,36 +57,48 @@ def replayed(
         offered: what can be recomputed.
     """
     options = tuple(options_of(offered, decision.choices.recomputed))
-    moved = _MovedStep(step, job, decision, options)
-    return _reserve(step, moved.uses()) if moved.is_known else None
+    moved = _MovedStep(step, ReducedJob(job, decision, options))
+    if not moved.is_known:
+        return None
+    if step.small is None:
+        step.small = _reserve(step, _MovedStep(step, None).uses(is_small=True), is_small=True)
+    large = _reserve(step, moved.uses(is_small=False), is_small=False)
+    return Reserved(large.reserved_bytes + step.small.reserved_bytes, large.peak_bytes + step.small.peak_bytes)
 
 
 class _MovedStep:
     """Moves the allocations of a recorded step as a decision does.
 
+    Args:
+        step: the recorded step.
+        reduced: the job as the decision leaves it; None: nothing moves.
+
     Attributes:
         is_known: False if something is not known that this needs.
     """
 
-    def __init__(self, step: RecordedStep, job: Job, decision: Decision, options: tuple[RecomputeOption, ...]) -> None:
+    def __init__(self, step: RecordedStep, reduced: ReducedJob | None) -> None:
         self.is_known: bool = True
         self._step = step
         self._uses: dict[int, list[Use]] = {}  # by the `id` of a life: instead of its own
         self._lives: list[Life] = list(step.lives)
         self._released: dict[GroupKey, Place] = {}
         self._returned: dict[GroupKey, Place] = {}
-        reduced = ReducedJob(job, decision, options)
-        self._find_moves(reduced)
+        if reduced is not None:
+            self._find_moves(reduced)
         for group, stored in step.stored.items():
             for each in stored:
                 self._move(group, each)
-        for groups, option in reduced.replaced.items():
-            self._recompute(groups, option)
+        if reduced is not None:
+            for groups, option in reduced.replaced.items():
+                self._recompute(groups, option)
 
-    def uses(self) -> list[Use]:
-        """Return all allocations and their ends, in order."""
+    def uses(self, *, is_small: bool) -> list[Use]:
+        """Return all allocations of small or of large blocks and their ends, in order."""
         found = []
         for life in self._lives:
+            if is_small_block(life.nbytes) != is_small:
+                continue
             own = self._uses.get(id(life))
             found += _as_recorded(life) if own is None else own
         return sorted(found, key=lambda use: use.place)
@@ -242,10 +249,10 @@ def _end_of(life: Life) -> Place | None:
     return None if life.ends is None else Place(life.ends, _EVENT)
 
 
-def _reserve(step: RecordedStep, uses: list[Use]) -> Reserved | None:
+def _reserve(step: RecordedStep, uses: list[Use], *, is_small: bool) -> Reserved:
     """Return what an allocator reserves that performs a step until it is steady."""
     allocator = SegmentAllocator()
-    in_use = allocator.adopt(step.segments)
+    in_use = allocator.adopt(segment for segment in step.segments if segment.is_small == is_small)
     allocator.trim()
     blocks = _blocks_at_begin(step, in_use)
     reserved = peak = 0

@@ -30,6 +30,19 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
 
 
+def is_small_block(nbytes: int) -> bool:
+    """Return whether a request gets a block of the segments for small ones."""
+    return nbytes <= _MOST_SMALL
+
+
+class Reserved(NamedTuple):
+    """What an allocator comes to."""
+
+    reserved_bytes: int
+    peak_bytes: int
+    """Allocated at once, in the last step."""
+
+
 class Segment(NamedTuple):
     """Memory that an allocator has reserved at once."""
 
@@ -98,7 +111,7 @@ class SegmentAllocator:
     def allocate(self, nbytes: int, stream: int = 0) -> Block:
         """Return a block of at least so many bytes, from the pool of a stream."""
         nbytes = max(_ROUNDED_TO, rounded(nbytes))
-        is_small = nbytes <= _MOST_SMALL
+        is_small = is_small_block(nbytes)
         free = self._free.setdefault((stream, is_small), [])
         place = bisect.bisect_left(free, (nbytes, -1))
         block = free.pop(place)[2] if place < len(free) else self._reserve(nbytes, (stream, is_small))

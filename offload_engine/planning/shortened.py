@@ -10,7 +10,7 @@ from typing import Final
 
 from offload_engine.schedule import Action
 
-_STEADY: Final = 2
+_STEADY: Final = 1
 """Microbatches of a shortened step beside those that fill the pipeline."""
 _WORTHWHILE: Final = 2
 """How many times the microbatches of a shortened step the whole one must have."""

@@ -555,21 +555,22 @@ def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_shortened_step_is_one_of_the_same_schedule(rank: int) -> None:
-    for schedule in (
-        no_pipelining,
-        lambda num: one_forward_one_backward(4, rank, num),
-        lambda num: interleaved(4, rank, 2, num),
+    for schedule, group in (
+        (no_pipelining, 1),
+        (lambda num: one_forward_one_backward(4, rank, num), 1),
+        (lambda num: interleaved(4, rank, 2, num), 4),
     ):
         few = shortened(schedule(64))
         num = len({action.chunk.microbatch for action in few})
         assert few == tuple(schedule(num)) and 2 * num <= 64
-        assert num >= 3 and max(count_alive(few)) == max(count_alive(schedule(64)))
-        assert shortened(schedule(2 * num - 4)) == tuple(schedule(2 * num - 4)), "it would not have half of them"
+        assert num >= 2 and max(count_alive(few)) == max(count_alive(schedule(64)))
+        too_few = tuple(schedule(2 * num - group))
+        assert shortened(too_few) == too_few, "it would not have half of them"
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (4, 1), (2, 2)])
 def test_a_choice_for_many_microbatches_is_made_with_few(pipeline: int, virtual: int) -> None:
-    rank = dense_job(ALL, pipeline=pipeline, virtual=virtual, num_microbatches=32, layers=16).ranks[0]
+    rank = dense_job(ALL, pipeline=pipeline, virtual=virtual, num_microbatches=16, layers=8).ranks[0]
     job = Job(rank.actions, rank.shapes)
     costs = Costs(options=layer_options(job))
     model = dataclasses.replace(flat_model(job), wasted_bytes=2 * GIB, overhead_bytes=3 * GIB)
