@@ -36,7 +36,7 @@ class Horizon:
         """Stop counting groups issued for a backward that was predicted; a forward has begun instead."""
 
     def clear(self) -> None:
-        """Forget all groups."""
+        """Forget the groups of the iteration."""
 
 
 class HorizonBytes(Horizon):
@@ -82,12 +82,12 @@ class HorizonBytes(Horizon):
 
     def count_passed(self) -> None:
         """See `Horizon`."""
-        self._passed += self._recalled
+        self._passed = [other for other in (*self._passed, *self._recalled) if other.storages]
         self._recalled = []
 
     def clear(self) -> None:
-        """See `Horizon`."""
-        self._recalled, self._passed = [], []
+        """See `Horizon`. What a graph keeps stays copied in, and counted, for iterations to come."""
+        self.count_passed()
 
 
 class HorizonGroups(Horizon):

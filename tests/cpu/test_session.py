@@ -512,10 +512,13 @@ def test_buffers_stay_where_the_model_is_given(device: AdversarialDevice, is_mod
     known.close()
 
 
+@pytest.mark.parametrize("block", [Block, tanh])
 @pytest.mark.parametrize("bounds", [{}, {"horizon_groups": 3}, {"prefetch_groups": 2}], ids=str)
-def test_unused_graphs_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
+def test_unused_graphs_make_no_later_step_late(
+    device: AdversarialDevice, bounds: dict[str, int], block: Callable[[], nn.Module]
+) -> None:
     """As validation losses that are kept with their graphs: what was copied in for them is not ahead of anything."""
-    model, kept = make_model(), []
+    model, kept = make_model(block), []
     engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=0, **bounds), device)
     activations = manage_activations(model, group_bytes=2 * TENSOR_BYTES, engine=engine)
     for step in range(8):
