@@ -264,8 +264,8 @@ def test_an_iteration_begins_without_groups_ahead_and_with_its_schedule() -> Non
     for _ in range(2):  # iterations of one layer, which is the same in each
         layers.begin((Action("F", chunk.key), Action("B", chunk.key)), False)
         assert layers._window.has_schedule
-        list(layers._commit(chunk, group(0, own_bytes=8, ends_layer=True)))
-        assert layers._room.limit_bytes == 16
+        list(layers._commit(chunk, group(0, own_bytes=8, foreign_bytes=3, ends_layer=True)))
+        assert layers._room.limit_bytes == 16 + 3, "what it shares with the layer before is there, too"
 
 
 def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
