@@ -12,6 +12,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 COMPILE = "OFFLOAD_ENGINE_COMPILE"  # in the environment, "1" asks for the compiled core
+OPTIMIZE = "OFFLOAD_ENGINE_OPTIMIZE"  # level for the C compiler, "2" by default: "0" builds in half the time, for tests
 IN_PLACE = (
     f"{COMPILE}=1 asks for compiled modules beside the source, in the checkout: they would hide it, and every later "
     "edit. Install without --editable, or into another folder (pip install --target)."
@@ -62,7 +63,8 @@ def compiled_modules() -> list[Extension]:
         ) from error
     paths = compiled_sources()
     arguments = ["--config-file=", "--follow-imports=skip", "--ignore-missing-imports", "--no-warn-unused-ignores"]
-    modules: list[Extension] = mypycify([*arguments, *map(str, paths)], opt_level="2", group_name="offload_engine")
+    level = os.environ.get(OPTIMIZE, "2")
+    modules: list[Extension] = mypycify([*arguments, *map(str, paths)], opt_level=level, group_name="offload_engine")
     in_c = (f"{CORE}/{name}" for name in IN_C)
     flags = ["-pthread"]
     return [

@@ -20,9 +20,9 @@ MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
 ONCE = {
     f"test_{name}"
     for name in (
-        "adversarial_device affinity bench_frontends budget_corrections config "
+        "adversarial_device affinity bench_frontends budget_corrections choose config "
         "ended_processes examples host_memory imports node_share observe_report package "
-        "plan_command planner readme simulate sizes smp tools verifier other_trainers"
+        "plan_command planner readme replay simulate sizes smp tools verifier other_trainers"
     ).split()
 }
 
