@@ -86,7 +86,8 @@ class _MovedStep:
         self._returned: dict[GroupKey, Place] = {}
         if reduced is not None:
             self._find_moves(reduced)
-        for group, stored in step.stored.items():
+        self._stored = {group: [self._that_moves(group, each) for each in step.stored[group]] for group in step.stored}
+        for group, stored in self._stored.items():
             for each in stored:
                 self._move(group, each)
         if reduced is not None:
@@ -115,6 +116,18 @@ class _MovedStep:
             places_of = self._released if op is DROP else self._returned
             places_of[reduced.group(group)] = Place(places[boundary], _MOVED, number)
 
+    def _that_moves(self, group: GroupKey, stored: StoredLives) -> StoredLives:
+        """Return a storage that stayed in the recorded step as one that left and came back, if its group moves now.
+
+        Everything was offloaded there, but what a backward needed before its copy-out was over has stayed.
+        """
+        if stored.returned is not None or group not in self._released or group not in self._returned:
+            return stored
+        saved = stored.saved
+        returned = Life(saved.at, saved.nbytes, saved.stream, ends=saved.ends)
+        self._lives.append(returned)
+        return stored._replace(returned=returned, is_released=True)
+
     def _move(self, group: GroupKey, stored: StoredLives) -> None:
         """Move a storage that left in the recorded step."""
         saved, returned = stored.saved, stored.returned
@@ -140,7 +153,7 @@ class _MovedStep:
         """Free what a module saved in its forward, and run its forward again right before its backward."""
         first = groups[0]
         run = self._run_of(groups, option)
-        stored = [each for group in groups for each in self._step.stored.get(group, ())]
+        stored = [each for group in groups for each in self._stored.get(group, ())]
         kept = None if run is None else _kept(stored, option, run.input)
         if run is None or kept is None:
             self.is_known = False

@@ -77,7 +77,12 @@ class Steps:
         self._boundaries = tuple(step_boundaries(job.actions, job.shapes))
 
     def wasted_with(self, decision: Decision) -> int | None:
-        """Return what the allocator would reserve in vain, or did in the last replay with other room; None: unknown."""
+        """Return what the allocator would reserve in vain, or did in the last replay with other room.
+
+        None: not known, or with everything offloaded, as measured.
+        """
+        if decision == Decision():
+            return self.wasted_bytes.get(decision)
         like = (wasted for other, wasted in reversed(self.wasted_bytes.items()) if other.choices == decision.choices)
         return self.wasted_bytes.get(decision, next(like, None))
 

@@ -37,6 +37,7 @@ from offload_engine.planning.allocations import (
     recorded_step,
 )
 from offload_engine.planning.choices import Choices, Slot
+from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job as PlannedJob
 from offload_engine.planning.memory import MemoryModel
 from offload_engine.planning.moves import GroupKey, parse_boundary, parse_group
@@ -46,7 +47,7 @@ from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.replay import replayed
 from offload_engine.planning.segments import Block, Segment
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
-from offload_engine.planning.steps import Decision
+from offload_engine.planning.steps import Decision, Steps
 from offload_engine.rehearsal.allocated import AllocatedBytes
 from offload_engine.schedule import ChunkKey, one_forward_one_backward
 from tests.engine_on_clocks import ClockDevice
@@ -355,6 +356,20 @@ def test_a_group_that_stays_is_held_until_it_retires() -> None:
 def test_a_group_that_leaves_is_freed_only_when_its_other_holders_have_dropped_it(story: str, expected: int) -> None:
     step, job = told(f"F0.0 ; +x64 x>0 F0.0:0 ; {story} B0.0 ; B0.0:0 +y64 y=x ; -y end ;")
     assert peak_mib(step, job, Decision(Choices(), 1)) == expected
+
+
+def test_a_group_that_stayed_because_its_backward_came_too_soon_leaves_where_a_plan_has_time_for_it() -> None:
+    """As the last groups of a chunk of a pipeline, whose copy-outs are recalled if everything is copied out."""
+    step, job = told("F0.0 ; +x64 x>0 F0.0:0 ; F0.0:end ; +t32 -t B0.0 ; +u16 B0.0:0 ; -x -u end ;")
+    assert peak_mib(step, job, Decision(Choices(), 1)) == 64 + 16
+    assert peak_mib(step, job, Decision(Choices(kept=frozenset({Slot(0, 0, "g0", 0)})))) == 64 + 32
+
+
+def test_what_the_allocator_reserves_with_everything_offloaded_is_as_measured_whatever_was_replayed() -> None:
+    _, job = told("F0.0 ; +x64 x>0 F0.0:0 ; F0.0:end ; B0.0 ; B0.0:0 ; -x end ;")
+    steps = Steps(job, Link())
+    steps.wasted_bytes[Decision(Choices(), 8)] = 5
+    assert steps.wasted_with(Decision(Choices(), 4)) == 5 and steps.wasted_with(Decision()) is None
 
 
 def test_what_is_recomputed_is_freed_when_its_last_reader_has_run_and_comes_back_before_its_backward() -> None:
