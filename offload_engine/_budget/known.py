@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Final
 
 from offload_engine._budget.agreement import Agree
@@ -27,6 +28,12 @@ _ROOM_STEPS: Final = 20
 _WORTH_A_REPLAY: Final = 0.995
 """Share of the time of a step that fits by which another one is tried."""
 _PEAK_TOLERANCE: Final = 1 / 32
+_UNSOUND: Final = (
+    "offload budget: by measured peaks a step allocates %s MiB, by replayed allocations, on this rank, %s. So what its "
+    "allocator reserves in vain is predicted by shares of the measured step from here on, and corrected by later steps."
+)
+
+logger = logging.getLogger(__name__)
 
 
 class Known:
@@ -164,6 +171,7 @@ class Known:
         own = found.reserved_bytes - peak if found is not None and is_sound else 0
         wasted, is_unsound = agree((own, int(not is_sound)))
         if is_unsound:
+            logger.info(_UNSOUND, _mib(peak), "nothing" if found is None else f"{_mib(found.peak_bytes)} MiB")
             self._recorded = None
         else:
             steps.wasted_bytes[decision] = wasted
@@ -242,3 +250,7 @@ def _is_known(steps: Steps, prediction: Prediction) -> bool:
 
 def _num_replays(recorded: RecordedStep) -> int:
     return min(_MOST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.0f}"

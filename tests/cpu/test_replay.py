@@ -49,7 +49,7 @@ from offload_engine.planning.segments import Block, Segment
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.rehearsal.allocated import AllocatedBytes
-from offload_engine.schedule import ChunkKey, one_forward_one_backward
+from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
 from tests.engine_on_clocks import ClockDevice
 from tests.lookups import present
 
@@ -173,14 +173,21 @@ class Noting(TorchDispatchMode):
 class Job:
     """Trains layers of several widths, on a device whose allocator is imitated."""
 
-    def __init__(self, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        budget: int,
+        monkeypatch: pytest.MonkeyPatch,
+        actions: tuple[Action, ...] = STEP,
+        widths: tuple[int, ...] = WIDTHS,
+    ) -> None:
         self.device = ClockDevice()
         self.account = self.device.allocated = Account()
         self.device.memory = Gauge(self.account)
         address_of = "offload_engine._budget.allocations.address_of"
         monkeypatch.setattr(address_of, lambda tensor: self.account.addresses[tensor.untyped_storage()._cdata])
         self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)
-        self.scales = [torch.nn.Parameter(torch.full((width, 1), 1.0 / width)) for width in WIDTHS]
+        self.actions, self.widths = actions, widths
+        self.scales = [torch.nn.Parameter(torch.full((width, 1), 1.0 / width)) for width in widths]
         self.optimizer = torch.optim.SGD(self.scales, lr=0.1)
         for scale in self.scales:
             self.account.note(scale.untyped_storage())
@@ -191,26 +198,34 @@ class Job:
     def step(self) -> None:
         controller: Any = self.engine.budget
         with Noting(self.account):
-            with self.engine.iteration(STEP, self.scales):
-                chunk = self.engine.start_chunk(STEP[0].chunk)
-                x = torch.ones(ROW, requires_grad=True)
-                for index, scale in enumerate(self.scales):
-                    x = self._layer(chunk, index, scale, x)
-                chunk.end_forward()
-                loss = x.mean()
-                del x
-                chunk.begin_backward()
-                loss.backward()
+            with self.engine.iteration(self.actions, self.scales):
+                alive: dict[ChunkKey, tuple[Any, torch.Tensor]] = {}
+                for kind, key in self.actions:
+                    if kind == "F":
+                        alive[key] = self._forward(key)
+                    else:
+                        chunk, loss = alive.pop(key)
+                        chunk.begin_backward()
+                        loss.backward()
+                        del loss
             self.optimizer.step()
             self.optimizer.zero_grad()
         summary = controller.summary
         predicted = 0 if summary is None else summary.predicted_peak_bytes
         self.steps.append((controller.state, predicted, self.account.held_bytes()))
 
+    def _forward(self, key: ChunkKey) -> tuple[Any, torch.Tensor]:
+        chunk = self.engine.start_chunk(key)
+        x = torch.ones(ROW, requires_grad=True)
+        for index, scale in enumerate(self.scales):
+            x = self._layer(chunk, index, scale, x)
+        chunk.end_forward()
+        return chunk, x.mean()
+
     def _layer(self, chunk: Any, index: int, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         x = group_start(x, chunk, "wide", GroupTraits(layer=index))
         with chunk.saved_tensors_hooks():
-            wide = (torch.stack([x] * WIDTHS[index]).sin() * scale).cos()
+            wide = (torch.stack([x] * self.widths[index]).sin() * scale).cos()
         self.device.compute(self.compute_ms)
         wide = group_commit(wide, chunk)
         wide = group_start(wide, chunk, "narrow", GroupTraits(layer=index))
@@ -230,6 +245,15 @@ def test_the_first_prediction_is_what_the_allocator_reserves(mib: int, monkeypat
     assert [state for state, _, _ in job.steps] == [FLOOR, FLOOR, MEASURE, VERIFY, VERIFY, HOLD]
     _, predicted, held = job.steps[4]
     assert job.steps[2][2] < predicted == held <= mib * MIB
+
+
+def test_first_predictions_are_exact_in_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything offloaded the last copies out of a chunk are recalled; these groups leave if others may stay."""
+    job = Job(192 * MIB, monkeypatch, tuple(one_forward_one_backward(3, 0, 4)), (3, 5, 2))
+    for _ in range(5):
+        job.step()
+    _, predicted, held = job.steps[4]
+    assert job.steps[2][2] < predicted == held <= 192 * MIB
 
 
 def test_times_are_those_of_the_first_steps_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +531,10 @@ class Agreed:
         return self._most or own
 
 
-def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_once() -> None:
+def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     reserved = of_h200()[3][0]["reserved_bytes"]
     for off, replays in ((0, True), (2 * GIB, False)):
         (known, peak), agreed = known_with(off), Agreed()
@@ -515,6 +542,7 @@ def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_
         assert chosen.best.held_bytes == (reserved if replays else peak + off + 5 * GIB // 8)
         known.choose(STEP, 1 << 40, agree=agreed)  # replays nothing again
         assert [is_unsound for _, is_unsound in agreed.said] == [not replays]
+        assert ("predicted by shares" in caplog.text) == (not replays)
 
 
 def test_the_most_of_all_ranks_counts_and_one_that_cannot_replay_decides_for_all() -> None:
