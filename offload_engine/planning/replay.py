@@ -8,38 +8,16 @@ allocated again in its backward. Then an imitated allocator performs them, again
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple
-
 from offload_engine.planning.allocations import Life, ModuleRun, RecordedStep, StoredLives
 from offload_engine.planning.memory import Job
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, Boundary, GroupKey
+from offload_engine.planning.performed import AFTER_EVENT, AFTER_MOVES, EVENT, MOVED, Place, Use, reserve
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
-from offload_engine.planning.segments import Block, Reserved, SegmentAllocator, is_small_block, rounded
+from offload_engine.planning.segments import Reserved, is_small_block, rounded
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
-
-_MOST_STEPS: Final = 3
-_MOVED, _AFTER_MOVES, _EVENT, _AFTER_EVENT = range(4)
-
-
-class Place(NamedTuple):
-    """A place in the order of a step."""
-
-    moment: int
-    phase: int
-    """At one moment, moves come first, then what follows them, then the event with this index."""
-    number: int = 0
-
-
-class Use(NamedTuple):
-    """An allocation, or the end of one."""
-
-    place: Place
-    is_end: bool
-    life: Life
 
 
 def replayed(
@@ -61,8 +39,8 @@ def replayed(
     if not moved.is_known:
         return None
     if step.small is None:
-        step.small = _reserve(step, _MovedStep(step, None).uses(is_small=True), is_small=True)
-    large = _reserve(step, moved.uses(is_small=False), is_small=False)
+        step.small = reserve(step, _MovedStep(step, None).uses(is_small=True), is_small=True)
+    large = reserve(step, moved.uses(is_small=False), is_small=False)
     return Reserved(large.reserved_bytes + step.small.reserved_bytes, large.peak_bytes + step.small.peak_bytes)
 
 
@@ -114,7 +92,7 @@ class _MovedStep:
         moves = moves_in_memory(job.actions, job.shapes, job.bounds, reduced.plan)
         for number, (boundary, (op, group)) in enumerate(moves):
             places_of = self._released if op is DROP else self._returned
-            places_of[reduced.group(group)] = Place(places[boundary], _MOVED, number)
+            places_of[reduced.group(group)] = Place(places[boundary], MOVED, number)
 
     def _that_moves(self, group: GroupKey, stored: StoredLives) -> StoredLives:
         """Return a storage that stayed in the recorded step as one that left and came back, if its group moves now.
@@ -137,14 +115,14 @@ class _MovedStep:
         end = _end_of(returned)
         if group in self._released and group in self._returned:
             place = self._released[group]
-            held = Place(-1, _EVENT) if stored.is_released or saved.ends is None else Place(saved.ends, _EVENT)
+            held = Place(-1, EVENT) if stored.is_released or saved.ends is None else Place(saved.ends, EVENT)
             own.append(Use(max(place, held), True, saved))
             back = [Use(self._returned[group], False, returned)]
             self._uses[id(returned)] = back + ([] if end is None else [Use(end, True, returned)])
         else:
             self._uses[id(returned)] = []
             if end is not None:  # kept by the engine, too, until it retires
-                own.append(Use(max(end, Place(stored.retired or 0, _AFTER_MOVES)), True, saved))
+                own.append(Use(max(end, Place(stored.retired or 0, AFTER_MOVES)), True, saved))
         self._uses[id(saved)] = own
 
     # -- recomputation -----------------------------------------------------------------------------------------------
@@ -178,11 +156,11 @@ class _MovedStep:
             elif life.ends is None or life.ends < again:  # what the module returns
                 self._uses[id(copy)] = [Use(self._end_of_output(kept, first), True, copy)]
             else:  # saved outside of groups
-                self._uses[id(life)] = [*_as_recorded(life)[:1], Use(Place(end, _AFTER_MOVES), True, life)]
-                self._uses[id(copy)] = [Use(Place(life.ends, _AFTER_EVENT), True, copy)]
+                self._uses[id(life)] = [*_as_recorded(life)[:1], Use(Place(end, AFTER_MOVES), True, life)]
+                self._uses[id(copy)] = [Use(Place(life.ends, AFTER_EVENT), True, copy)]
         runs.sort(key=lambda run: run[0])
         for number, (_, is_end, copy) in enumerate(runs):
-            self._uses[id(copy)].append(Use(Place(again, _AFTER_MOVES, number), is_end, copy))
+            self._uses[id(copy)].append(Use(Place(again, AFTER_MOVES, number), is_end, copy))
 
     def _keep_input(self, start: Life, groups: tuple[GroupKey, ...]) -> None:
         """Keep what nothing else saves: a recomputation starts from it, so it is there until its backward is over."""
@@ -200,7 +178,7 @@ class _MovedStep:
     def _free_early(self, stored: StoredLives, copy: Life) -> None:
         """Free a storage when the last group that read it has run; `copy` is there in the backward instead."""
         moments, saved = self._step.moments, stored.saved
-        read = Place(moments[Boundary(COMMIT, *stored.last_saver)], _AFTER_MOVES)
+        read = Place(moments[Boundary(COMMIT, *stored.last_saver)], AFTER_MOVES)
         end = _end_of(stored.returned or saved)
         self._uses[id(saved)] = [*_as_recorded(saved)[:1], Use(read, True, saved)]
         if stored.returned is not None:
@@ -231,9 +209,9 @@ class _MovedStep:
         if kept:
             last = kept[0].returned or kept[0].saved
             if last.ends is not None:
-                return Place(last.ends, _AFTER_MOVES)
+                return Place(last.ends, AFTER_MOVES)
         following = self._step.moments.get(Boundary(BACKWARD, first.chunk, first.index - 1))
-        return Place(self._step.num_events if following is None else following, _MOVED, -1)
+        return Place(self._step.num_events if following is None else following, MOVED, -1)
 
 
 def _kept(stored: list[StoredLives], option: RecomputeOption, start: Life | None) -> list[StoredLives] | None:
@@ -254,52 +232,9 @@ def _kept(stored: list[StoredLives], option: RecomputeOption, start: Life | None
 
 
 def _as_recorded(life: Life) -> list[Use]:
-    uses = [] if life.begins < 0 else [Use(Place(life.begins, _EVENT), False, life)]
-    return uses if life.ends is None else [*uses, Use(Place(life.ends, _EVENT), True, life)]
+    uses = [] if life.begins < 0 else [Use(Place(life.begins, EVENT), False, life)]
+    return uses if life.ends is None else [*uses, Use(Place(life.ends, EVENT), True, life)]
 
 
 def _end_of(life: Life) -> Place | None:
-    return None if life.ends is None else Place(life.ends, _EVENT)
-
-
-def _reserve(step: RecordedStep, uses: list[Use], *, is_small: bool) -> Reserved:
-    """Return what an allocator reserves that performs a step until it is steady."""
-    allocator = SegmentAllocator()
-    in_use = allocator.adopt(segment for segment in step.segments if segment.is_small == is_small)
-    allocator.trim()
-    blocks = _blocks_at_begin(step, in_use)
-    reserved = peak = 0
-    for _ in range(_MOST_STEPS):
-        peak = allocator.allocated_bytes
-        for _, is_end, life in uses:
-            if not is_end:
-                blocks[id(life)] = allocator.allocate(life.nbytes, life.stream)
-                peak = max(peak, allocator.allocated_bytes)
-            elif id(life) in blocks:
-                allocator.free(blocks.pop(id(life)))
-        _begin_again(step, uses, blocks, allocator)
-        if allocator.reserved_bytes == reserved:
-            break
-        reserved = allocator.reserved_bytes
-    return Reserved(allocator.reserved_bytes, peak)
-
-
-def _blocks_at_begin(step: RecordedStep, in_use: Mapping[int, Block]) -> dict[int, Block]:
-    """Return the blocks of lives that a step finds: those of their successors, which the last step has left."""
-    found = {}
-    for life in step.lives:
-        successor = step.successors.get(id(life))
-        if successor is not None and successor.at in in_use:
-            found[id(life)] = in_use[successor.at]
-    return found
-
-
-def _begin_again(step: RecordedStep, uses: list[Use], blocks: dict[int, Block], allocator: SegmentAllocator) -> None:
-    """Pass what a step leaves behind on to the next one; free what no step would find."""
-    for life in step.lives:
-        successor = step.successors.get(id(life))
-        if successor is not None and id(successor) in blocks:
-            blocks[id(life)] = blocks.pop(id(successor))
-    for _, is_end, life in uses:
-        if not is_end and id(life) in blocks:
-            allocator.free(blocks.pop(id(life)))
+    return None if life.ends is None else Place(life.ends, EVENT)
