@@ -166,8 +166,9 @@ class Known:
         self._replays_left -= 1
         found = replayed(recorded, self.job, decision, self.costs.options)
         peak = best.allocated_bytes
-        # The peak is known from measurements, too: a replay that comes to another one has missed something.
-        is_sound = found is not None and abs(found.peak_bytes - peak) <= _PEAK_TOLERANCE * peak
+        # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
+        # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
+        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * peak
         own = found.reserved_bytes - peak if found is not None and is_sound else 0
         wasted, is_unsound = agree((own, int(not is_sound)))
         if is_unsound:
