@@ -28,10 +28,11 @@ class Budget(Ours):
     def is_ready(self) -> bool:
         budget = self._engine().budget
         summary = budget.summary
+        free, total = torch.cuda.mem_get_info()
         self._steps.append(
             {
                 "state": budget.state.name,
-                "held_bytes": _held_bytes(self._engine()),
+                "held_bytes": total - free,
                 "predicted_bytes": summary and summary.predicted_peak_bytes,
                 "predicted_ms": summary and summary.predicted_step_ms,
             }
@@ -47,14 +48,7 @@ class Budget(Ours):
         return {"budget": {**own, **planning, **found}}
 
     def _gpu_budget(self) -> str | int | None:
-        return self.entry.gpu_budget or ("auto" if torch.cuda.is_available() else 1 << 40)
-
-
-def _held_bytes(engine: Any) -> int:
-    if not torch.cuda.is_available():
-        return int(engine.stats.peak_resident_bytes)
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
+        return self.entry.gpu_budget or "auto"
 
 
 def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:

@@ -21,7 +21,6 @@ stream that does them.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -43,7 +42,6 @@ _CACHED = {
     "offload_moe_act": "moe_act",
     "offload_fused_group_mlp": "fused_group_mlp",
 }
-_OF_LAYERS = {"offload_attn_norm": "attn_norm", "offload_mlp_norm": "mlp_norm"}
 
 
 class Contender:
@@ -119,11 +117,11 @@ class Ours(Contender):
         out, back = device.copy_out, device.copy_in
 
         def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
-            with counter.copy(True, sum(target.nbytes for _, target in copies), stream, len(copies)):
+            with counter.copy(True, sum(target.nbytes for _, target in copies), stream):
                 return out(stream, copies)
 
         def copy_in(stream: Any, copies: Sequence[tuple[Any, torch.Tensor]]) -> Any:
-            with counter.copy(False, sum(source.nbytes for source, _ in copies), stream, len(copies)):
+            with counter.copy(False, sum(source.nbytes for source, _ in copies), stream):
                 return back(stream, copies)
 
         with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in):
@@ -132,9 +130,7 @@ class Ours(Contender):
     def moved(self, counter: CopyCounter) -> dict[str, Any]:
         stats = self._engine().stats
         return counter.moved(
-            is_confirmed=stats.copied_out_bytes == counter.out.nbytes > 0,
-            host_bytes_max=stats.peak_host_bytes,
-            prefetch_misses=stats.prefetch_misses,
+            is_confirmed=stats.copied_out_bytes == counter.out_bytes > 0,
             engine={name: value for name, value in asdict(stats).items() if isinstance(value, int)},
         )
 
@@ -155,8 +151,7 @@ class Incumbent(Contender):
         if os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
             raise RuntimeError("the incumbent needs NVTE_CPU_OFFLOAD_V1=1 in the environment from the start")
         super().attach()
-        places = switch_incumbent(self._chunks, self.entry.modules)
-        self._details = {f"places_{name}": count for name, count in places.items()}
+        switch_incumbent(self._chunks, self.entry.modules)
         _manager_class().OFFLOAD_MGR = None  # the first step makes a new one, and records the chunks in it
 
     def detach(self) -> None:
@@ -179,16 +174,11 @@ class Incumbent(Contender):
                 return offload(handler, tensor, *args, **kwargs)
 
         def counted_reload(handler: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            stream = torch.cuda.current_stream()
-            counter.misses += stream != handler.h2d_stream  # in line, when autograd asked for it
-            with counter.copy(False, state[1].nbytes, stream):
+            with counter.copy(False, state[1].nbytes, torch.cuda.current_stream()):
                 return reload(handler, state, *args, **kwargs)
 
         with mock.patch.multiple(Handler, offload=counted_offload, reload=counted_reload):
             yield
-
-    def moved(self, counter: CopyCounter) -> dict[str, Any]:
-        return counter.moved(engine=self._details)
 
 
 def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any]) -> Contender:
@@ -202,29 +192,21 @@ def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any
     return (Incumbent if entry.kind == "incumbent" else Contender)(entry, chunks)
 
 
-def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> Counter[str]:
-    """Set megatron-core's own offload to exactly these modules; return in how many places each of them is now."""
+def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> None:
+    """Set megatron-core's own offload to exactly these modules."""
     submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     for config in {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values():
         if hasattr(config, "fine_grained_activation_offloading"):
             config.fine_grained_activation_offloading = bool(modules)
             config.offload_modules = list(modules)
-    places: Counter[str] = Counter()
     for module in submodules:
-        places.update(_switch_module(module, modules))
-    return places
-
-
-def _switch_module(module: Any, modules: Sequence[str]) -> list[str]:
-    if hasattr(module, "_set_offload_modules"):
-        module._set_offload_modules()
-        return [name for attribute, name in _OF_LAYERS.items() if getattr(module, attribute)]
-    own = {attribute: name for attribute, name in _CACHED.items() if attribute in vars(module)}
-    for attribute, name in own.items():
-        setattr(module, attribute, name in modules)
-    if "offload_expert_fc1" in own and hasattr(module.linear_fc1, "save_original_input"):
-        module.linear_fc1.save_original_input = "expert_fc1" in modules
-    return [name for name in own.values() if name in modules]
+        if hasattr(module, "_set_offload_modules"):  # a layer reads its names from the configuration
+            module._set_offload_modules()
+            continue
+        for attribute in _CACHED.keys() & vars(module).keys():
+            setattr(module, attribute, _CACHED[attribute] in modules)
+        if "offload_expert_fc1" in vars(module) and hasattr(module.linear_fc1, "save_original_input"):
+            module.linear_fc1.save_original_input = "expert_fc1" in modules
 
 
 def _manager_class() -> Any:

@@ -15,20 +15,16 @@ from typing import Any
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
-from .settings import in_turn, parse
+from .settings import ENVIRONMENT, in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
-_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic")
+_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse(arguments)
-    # Every preset is for one host, which need not have a network that gloo could find.
-    defaults = {"NVTE_CPU_OFFLOAD_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if settings.deterministic:
-        defaults |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-    for name, value in defaults.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import torch  # only now: what it and TransformerEngine read from the environment is set
 
@@ -37,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .model import start_ranks
 
-    ranks = start_ranks(settings.shape, settings.deterministic)
+    ranks = start_ranks(settings.shape)
     status = Run(settings, ranks).execute()
     torch.distributed.destroy_process_group()  # not after an exception: it would wait for ranks that wait for this one
     return status
@@ -51,7 +47,7 @@ class Run:
 
         from offload_engine import OffloadConfig
 
-        from .measure import Bench, CudaGauge
+        from .measure import Bench
         from .model import Training, build_chunks, make_config
 
         self._settings = settings
@@ -66,10 +62,10 @@ class Run:
         self._turn_steps = settings.warmup + 1 + settings.iters
         num_steps = settings.rounds * len(settings.entries) * self._turn_steps
         self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
-        config = make_config(settings.shape, settings.deterministic, **settings.model)
+        config = make_config(settings.shape, **settings.model)
         self._chunks = build_chunks(settings.shape, config)
-        training, counts = Training(settings.shape, self._chunks), (settings.warmup, settings.iters)
-        self._bench = Bench(training, ranks, CudaGauge(), *counts, self._show)
+        training = Training(settings.shape, self._chunks)
+        self._bench = Bench(training, ranks, settings.warmup, settings.iters, self._show)
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""

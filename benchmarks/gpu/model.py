@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
         dist.barrier(group=self.records)
 
 
-def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
+def start_ranks(shape: Shape) -> Ranks:
     """Join the processes of torchrun (or stand alone) and set up megatron-core's parallel state."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -48,16 +48,12 @@ def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
     parallel_state.initialize_model_parallel(
         1, shape.pp, virtual_pipeline_model_parallel_size=shape.vpp or None, expert_model_parallel_size=shape.ep
     )
-    if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Costs time, and changes nothing that is read.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
 
 
-def make_config(shape: Shape, deterministic: bool, **more: Any) -> Any:
+def make_config(shape: Shape, **more: Any) -> Any:
     """Make the TransformerConfig, with every kind of offload and of recomputation off; `more` are fields of it."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -84,7 +80,6 @@ def make_config(shape: Shape, deterministic: bool, **more: Any) -> Any:
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=not shape.vpp,
         overlap_p2p_comm=bool(shape.vpp),
-        deterministic_mode=deterministic,
         **(_expert_settings(shape) if shape.experts else {}),
         **more,
     )

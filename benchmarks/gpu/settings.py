@@ -27,6 +27,11 @@ KINDS = ("none", "ours", "incumbent", "recompute")
 _OFFLOAD = ("ours", "incumbent")
 BF16_BYTES = 2
 
+ENVIRONMENT = {
+    "NVTE_CPU_OFFLOAD_V1": "1",  # TransformerEngine's first hooks, which megatron-core's offload needs
+    "GLOO_SOCKET_IFNAME": "lo",  # every preset is for one host, which need not have a network that gloo could find
+}
+
 LATENTS: dict[str, Any] = {
     **{"multi_latent_attention": True, "rope_type": "rope", "q_lora_rank": 1536, "kv_lora_rank": 512},
     **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
@@ -245,7 +250,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--rotate", bool, False, "each round begins with the next contender: A B C, B C A, C A B"),
         ("--iters --iters-per-round", positive, 4, "timed steps of a turn"),
         ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
-        ("--deterministic", bool, False, "deterministic kernels wherever there are any"),
         ("--no-micro", bool, False, "skip the measurements of the machine: link, pinning, group"),
         (
             "--budgets --budget-curve",

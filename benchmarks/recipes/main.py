@@ -10,16 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.apart import Apart
+from benchmarks.gpu.settings import ENVIRONMENT
 from benchmarks.records import Records, provenance
 from benchmarks.tables import MIB, Column, Record, show, table
 
 from .settings import parse
 
 SECONDS, HOST_BYTES = 240.0, 100 << 30  # of one process
-_ENVIRONMENT = {
-    "NVTE_CPU_OFFLOAD_V1": "1",  # TransformerEngine's first hooks, which megatron-core's offload needs
-    "GLOO_SOCKET_IFNAME": "lo",  # one process needs no network that gloo could find
-}
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 _IMPORTS = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.extensions.transformer_engine")
 _COLUMNS: dict[str, Column] = {
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .training import measure
 
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     records = Records(settings.json)
     jobs = settings.jobs * settings.rounds

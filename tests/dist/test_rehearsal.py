@@ -161,7 +161,7 @@ def _job_of(shape: Any, num_gpus: int) -> Any:
     from benchmarks.gpu import model
 
     def make_config(**changes: Any) -> Any:
-        config = model.make_config(shape, False)
+        config = model.make_config(shape)
         return dataclasses.replace(config, perform_initialization=False, **changes)
 
     return TrainingJob(
