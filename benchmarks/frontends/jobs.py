@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -61,14 +60,12 @@ def try_lengths(settings: Namespace, name: str, lengths: tuple[int, ...]) -> lis
         workload.set_length(seq)
         with make_contender(name, _ours(settings), settings.rivals)(workload) as attached:
             _reset_peaks(workload)
-            begin = time.monotonic()
             workload.step(attached)
             workload.wait()
-            seconds = time.monotonic() - begin
             memory, stats = _memory(workload), attached.stats()
         host_bytes = memory["torch_pinned_bytes"] + (0 if stats is None else int(stats.host_bytes))
         peaks = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
-        found.append(Trial(seq, *peaks, host_bytes, seconds))
+        found.append(Trial(seq, *peaks, host_bytes))
     return found
 
 

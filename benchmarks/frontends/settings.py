@@ -33,16 +33,12 @@ CONTENDERS = {
     "save": "save_on_cpu(pin_memory=True)",
     "torchtune": "torchtune OffloadActivations",
     "trl": "TRL OffloadActivations",
-    "te_v2": "TransformerEngine get_cpu_offload_context v2",
     "te_v1": "TransformerEngine get_cpu_offload_context v1, filter of weights",
 }
 OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper", "parts"})
 CHECKPOINTED = frozenset(
     name for name, title in CONTENDERS.items() if "checkpointing" in title or "enable_ckpt" in title
 )
-NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"})
-"""They make CUDA streams."""
-
 TINY = dict(hidden=64, ffn=128, heads=4, kv_heads=2, vocab=256)
 
 
@@ -93,6 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
             "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
             "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
+            "--longest needs a GPU": args.longest and args.device == "cpu",
             "--plot draws step times: it goes without --longest and --recording": (
                 args.plot and (args.longest or args.recording)
             ),
