@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, Final
 
 import torch
 
 from benchmarks.apart import describe
+from benchmarks.budgets import decision_of, first_prediction
 from benchmarks.frontends.contenders import Ours, make_contender, put_layers
 from benchmarks.frontends.jobs import deterministic
 from benchmarks.frontends.link_bound import saved_bytes_per_token
 from benchmarks.frontends.workload import Attach, Attached, Workload, attaching
 from benchmarks.gradients import Fingerprint, compare, fingerprint
-from benchmarks.records import first_prediction
 from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers
 
 from .report import TITLES
@@ -111,7 +110,7 @@ class Turns:
         if (stats := attached.stats()) is not None:
             record["moved_bytes"] = stats.copied_out_bytes
         if budget is not None:
-            record |= _summary(budget) | {"host_ms": budget.planning_ms}
+            record |= decision_of(budget) | {"host_ms": budget.planning_ms}
         with deterministic():
             loss = self._workload.step(attached)
         found = fingerprint(self._workload.gradients(), [loss])
@@ -123,7 +122,7 @@ class Turns:
         steps: list[dict[str, Any]] = []
         while not budget.is_settled and len(steps) < _MAX_STEPS:
             step = self._step(attached)
-            steps.append({"state": budget.state.name, **step, **_summary(budget)})
+            steps.append({"state": budget.state.name, **step, **decision_of(budget)})
         return {
             "steps": steps,
             "steps_until_held": sum(step["state"] != "HOLD" for step in steps),
@@ -144,10 +143,3 @@ class Turns:
         if self._workload.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-
-def _summary(budget: Any) -> dict[str, Any]:
-    if budget.summary is None:
-        return {}
-    names = {"predicted_peak_bytes": "predicted_bytes", "predicted_step_ms": "predicted_ms"}
-    return {names.get(name, name): value for name, value in asdict(budget.summary).items() if name != "budget_bytes"}

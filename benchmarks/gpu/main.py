@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Run:
-    """One run on this rank. Rank 0 writes the records of all, each as soon as it is there."""
+    """One run on this rank. Each has the records of all, which rank 0 writes as soon as they are there."""
 
     def __init__(self, settings: argparse.Namespace, ranks: Any) -> None:
         from tqdm import tqdm
@@ -54,7 +54,6 @@ class Run:
         self._ranks = ranks
         self._begin = time.perf_counter()
         self._records = Records(settings.json if ranks.rank == 0 else None)
-        self._own_turns: list[Record] = []
         self._failed: set[str] = set()
         self._contenders: list[Any] = []
         for entry in settings.entries:  # mistakes, before the model is made
@@ -121,11 +120,10 @@ class Run:
         self._contenders += [make_contender(entry, self._chunks, self._settings.engine) for entry in entries]
 
     def _add_budgets(self) -> None:
-        """Add contenders for budgets, the same on all ranks. Collective."""
+        """Add contenders for budgets, the same on all ranks: each has the records of all."""
         from .budget import entries_between
 
-        turns = [turn for turns in self._ranks.gather(self._own_turns) for turn in turns]
-        entries = entries_between(turns, self._settings.budgets)
+        entries = entries_between(self._records.of("turn"), self._settings.budgets)
         self._bar.total += len(entries) * (self._settings.rounds - 1) * self._turn_steps
         self._add(entries)
 
@@ -140,7 +138,6 @@ class Run:
             self._bar.write(f"{label} failed: {error!r}", file=sys.stderr)
             self._publish([{"kind": "failure", "label": label, "round": number, "error": repr(error)}])
             return
-        self._own_turns.append(record)
         self._publish([record])
 
     def _show(self, what: str) -> None:
@@ -148,7 +145,7 @@ class Run:
         self._bar.update()
 
     def _publish(self, own: list[Record]) -> None:
-        """Gather the records of all ranks on rank 0. Collective."""
+        """Gather the records of all ranks, which rank 0 writes. Collective."""
         self._records.write(record for records in self._ranks.gather(own) for record in records)
 
     def _title(self) -> str:
