@@ -42,17 +42,6 @@ def refuse(parser: argparse.ArgumentParser, mistakes: Mapping[str, Any]) -> None
             parser.error(text)
 
 
-def add_engine_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --engine, whose values `engine_settings` reads."""
-    text = "setting of ours, see OffloadConfig.from_flags"
-    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help=text)
-
-
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what --engine says."""
-    return dict(assignment(text) for text in args.engine)
-
-
 def output_file(text: str) -> Path:
     """Parse an output file, and check it now rather than at the end of a run, when it is written."""
     if not Path(text).parent.is_dir():

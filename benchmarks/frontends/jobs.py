@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -15,15 +14,13 @@ import psutil
 import torch
 
 from benchmarks.gradients import fingerprint
-from offload_engine import ResidencyMeter, SavedTensorTracker
+from offload_engine import OffloadConfig
 
 from . import recording
 from .contenders import Ours, make_contender
 from .longest import Trial
 from .settings import engine_host_bytes
 from .workload import Attached, Workload
-
-_LINK_BYTES = 64 << 20
 
 
 def take_turn(settings: Namespace, name: str) -> dict[str, Any]:
@@ -37,11 +34,9 @@ def take_turn(settings: Namespace, name: str) -> dict[str, Any]:
             workload.step(attached)
         workload.wait()
         _reset_peaks(workload)
-        timings = [workload.timed_step(attached) for _ in range(settings.iters)]
         return {
             "fingerprint": found,
-            "step_ms": [timing.step_ms for timing in timings],
-            "forward_ms": statistics.median(timing.forward_ms for timing in timings),
+            "step_ms": [workload.timed_step(attached) for _ in range(settings.iters)],
             **_memory(workload),
             **engine_record(attached),
         }
@@ -69,25 +64,6 @@ def try_lengths(settings: Namespace, name: str, lengths: tuple[int, ...]) -> lis
     return found
 
 
-def saved_bytes(settings: Namespace, name: str) -> int:
-    """Measure the bytes that a forward saves, each storage once, without weights."""
-    workload, meter = _workload(settings), ResidencyMeter()
-    tracker = SavedTensorTracker(meter, [*workload.model.parameters()])
-    with make_contender(name, _ours(settings), settings.rivals)(workload):
-        workload.step(Attached(around_forward=lambda: tracker))
-    return meter.peak_bytes
-
-
-def measure_link() -> dict[str, Any]:
-    """Measure GB/s of plain pinned copies each way."""
-    from types import SimpleNamespace
-
-    from benchmarks.gpu import machine
-
-    alone: Any = SimpleNamespace(rank=0, barrier=lambda: None)
-    return machine.measure_link(_LINK_BYTES, alone)
-
-
 def measure_recording(settings: Namespace, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     """Measure what it costs to record steps."""
     return list(recording.measure(_workload(settings), _ours(settings), lengths, settings.rounds))
@@ -106,11 +82,11 @@ def _workload(settings: Namespace) -> Workload:
 
 
 def _ours(settings: Namespace) -> Ours:
-    engine = {"host_limit_bytes": engine_host_bytes(settings), **settings.engine}
+    config = OffloadConfig(host_limit_bytes=engine_host_bytes(settings))
     if settings.tiny:
-        engine.setdefault("min_tensor_bytes", 0)
+        config = config.replace(min_tensor_bytes=0)
     # The least on the device trains the longest sequence.
-    return Ours(engine, settings.group_bytes, horizon=1 if settings.longest else None)
+    return Ours(config, settings.group_bytes, horizon=1 if settings.longest else None)
 
 
 def _reset_peaks(workload: Workload) -> None:

@@ -16,7 +16,6 @@ from benchmarks.apart import Ended, run_apart
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
-from .link_bound import link_bound
 from .longest import Search, predict
 from .settings import CHECKPOINTED, OURS, engine_host_bytes, parse
 
@@ -103,7 +102,6 @@ class Run:
                 if name not in self._failed:
                     reference = self._turn(name, number, reference)
         self._records.write(summarize(self._records))
-        self._records.write(self._bounds())
 
     def _turn(self, name: str, number: int, reference: Any) -> Any:
         """Run one turn; return what others are compared with, of the first turn without offload."""
@@ -113,7 +111,7 @@ class Run:
 
         seconds = self._settings.contender_seconds / self._settings.rounds + _START_S
         ended = self._apart(name, seconds, jobs.take_turn, self._settings, name)
-        found = ended.value or {"step_ms": [], "forward_ms": None}
+        found = ended.value or {"step_ms": []}
         own = found.pop("fingerprint", None)
         is_reference = reference is None and name == "none"
         reference = own if is_reference else reference
@@ -123,23 +121,6 @@ class Run:
         about = {"kind": "turn", "label": name, "round": number, "failure": ended.failure, "seconds": ended.seconds}
         self._records.write([{**about, "parity": parity, **found}])
         return reference
-
-    def _bounds(self) -> list[Record]:
-        """Compute what the link allows of what is saved, plain and with checkpointing; without a GPU there is none."""
-        from . import jobs
-
-        summaries = {r["label"]: r for r in self._records.of("summary") if r["step_ms_median"]}
-        labels = [name for name in ("none", "ckpt") if name in summaries and self._settings.device == "cuda"]
-        link: Any = self._apart("link", 120.0, jobs.measure_link).value if labels else None
-        found = []
-        for name in labels if link else []:
-            nbytes = self._apart(f"{name}, saved bytes", 120.0, jobs.saved_bytes, self._settings, name).value
-            if nbytes:
-                forward, step = summaries[name]["forward_ms"], summaries[name]["step_ms_median"]
-                kept = nbytes // self._settings.shape.layers  # the last layer's
-                bound = link_bound(nbytes, kept, forward, step - forward, link["out_gbps"], link["in_gbps"])
-                found.append({"kind": "bound", "label": name, "saved_bytes": nbytes, **bound})
-        return found
 
     def _measure_recording(self) -> None:
         from . import jobs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of a run amount to: medians, ratios, bounds, tables and the plot of them. Pure functions."""
+"""What the records of a run amount to: medians, ratios, tables and the plot of them. Pure functions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def _summary(own: Sequence[Record], base: Sequence[float]) -> Record:
         "step_ms_min": min(steps, default=None),
         "step_ms_max": max(steps, default=None),
         "ratio": statistics.median(steps) / statistics.median(base) if steps and base else None,
-        "forward_ms": statistics.median(turn["forward_ms"] for turn in measured) if measured else None,
         "is_bitwise_equal": all(parity["is_bitwise_equal"] for parity in parities) if parities else None,
         "num_differing": max((parity["num_differing"] for parity in parities), default=None),
         "pinned_bytes": max(pinned, default=None),
@@ -82,15 +81,6 @@ _STEPS: dict[str, Column] = {
     "RSS": ("host_rss_bytes", "MiB"),
     "bitwise": lambda s: f"{s['num_differing']} differ" if s["num_differing"] else shown(s["is_bitwise_equal"]),
 }
-_BOUNDS: dict[str, Column] = {
-    "what the link allows": _name,
-    "saved MiB": ("saved_bytes", "MiB"),
-    "copy-out ms": ("out_ms", ",.1f"),
-    "copy-in ms": ("in_ms", ",.1f"),
-    "compute ms": ("compute_ms", ",.1f"),
-    "bound ms": ("step_ms", ",.1f"),
-    "best of ours": ("best_ms", ",.1f"),
-}
 _LONGEST: dict[str, Column] = {
     "contender": _name,
     "longest": _tokens,
@@ -113,22 +103,13 @@ _RECORDING: dict[str, Column] = {
 
 def tables(title: str, records: Records, as_markdown: bool) -> list[Table]:
     """Make all tables of these records."""
-    summaries = records.of("summary")
-    bounds = [{**bound, "best_ms": _best(bound["label"] in CHECKPOINTED, summaries)} for bound in records.of("bound")]
     longest = sorted(records.of("longest"), key=lambda one: -one["trained"])
     found: list[tuple[str, dict[str, Column], list[Record]]] = [
-        (f"{title}; memory in MiB, peaks of the timed steps", _STEPS, summaries),
-        ("the same model, by arithmetic from the saved bytes, the link and the run without offload", _BOUNDS, bounds),
+        (f"{title}; memory in MiB, peaks of the timed steps", _STEPS, records.of("summary")),
         (f"{title}; the longest sequence that trains, tokens", _LONGEST, longest),
         (f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", _RECORDING, records.of("recording")),
     ]
     return [table(*one, as_markdown) for one in found]
-
-
-def _best(is_checkpointed: bool, summaries: Sequence[Record]) -> float | None:
-    """Return the step of the fastest of ours that checkpoint, or of those that do not."""
-    alike = [s for s in summaries if s["label"] in OURS and (s["label"] in CHECKPOINTED) == is_checkpointed]
-    return min((s["step_ms_median"] for s in alike if s["step_ms_median"]), default=None)
 
 
 # ---- plots ----

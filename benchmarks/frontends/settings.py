@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flags import add_engine_flag, add_flags, engine_settings, new_parser, positive, refuse, words
+from benchmarks.flags import add_flags, new_parser, positive, refuse, words
 
 # Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; on a mistake end the process with a message, as argparse does.
 
     Returns:
-        The flags by name, with defaults that depend on others filled in, and `shape` and `engine`.
+        The flags by name, with defaults that depend on others filled in, and `shape`.
     """
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -98,10 +98,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             ),
         },
     )
-    try:
-        args.engine = engine_settings(args)
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 
@@ -112,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     sizes = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Shape)]
     add_flags(parser, *((size, int, None, "instead of the default, Qwen2-7B's") for size in sizes))
-    add_engine_flag(parser)
     parser.add_argument("--contenders", type=words, default=tuple(CONTENDERS), metavar="A,B", help="in order; else all")
     rivals = "folder with verl/utils/activation_offload.py, trl/models/activation_offloading.py and "
     rivals += "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed"
@@ -144,4 +139,4 @@ def engine_host_bytes(args: argparse.Namespace) -> int:
     host_bytes = 0.9 * args.host_bytes
     if args.device == "cpu":  # its host tier is a directory, which others fill, too
         host_bytes = min(host_bytes, 0.5 * shutil.disk_usage(tempfile.gettempdir()).free)
-    return int(args.engine.get("host_limit_bytes", host_bytes))
+    return int(host_bytes)

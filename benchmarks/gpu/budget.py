@@ -17,6 +17,7 @@ from .settings import Entry
 
 _SETTLED = 3
 """From this planned step on none may hold more than its budget."""
+_DECIDED = ("predicted_bytes", "predicted_ms", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
 
 
 class Budget(Ours):
@@ -37,9 +38,6 @@ class Budget(Ours):
         planning = {"planning_ms": budget.planning_ms, "planning_steps": budget.num_planning_steps}
         own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps}
         return {"budget": {**own, **planning, **decision_of(budget)}}
-
-    def _gpu_budget(self) -> str | int | None:
-        return self.entry.gpu_budget or "auto"
 
 
 def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
@@ -90,8 +88,7 @@ def _prediction(turn: Record) -> Record:
     planned = [step for step in details["steps"] if "predicted_bytes" in step]
     limit = details["gpu_budget"]
     late = [step["held_bytes"] for step in planned[_SETTLED - 1 :]]
-    names = ("predicted_bytes", "predicted_ms", "planning_ms", "planning_steps")
-    names += ("kept_bytes", "recomputed_bytes", "offloaded_bytes")
+    names = ("planning_ms", "planning_steps", *_DECIDED)
     return {
         "kind": "budget",
         "budget_bytes": limit,

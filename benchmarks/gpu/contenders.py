@@ -21,7 +21,7 @@ stream that does them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -89,27 +89,23 @@ class Contender:
 class Ours(Contender):
     """The engine, through `megatron_patches`."""
 
-    def __init__(self, entry: Entry, chunks: Sequence[Any], settings: Mapping[str, Any]) -> None:
-        super().__init__(entry, chunks)
-        self._settings = dict(settings)
-        self._handle: Any = None
+    _handle: Any = None
 
     def attach(self) -> None:
         import megatron_patches
         from offload_engine import OffloadConfig
 
         super().attach()
-        config = OffloadConfig.from_flags(**self._settings)
-        self._handle = megatron_patches.apply(config, modules=self.entry.modules, gpu_budget=self._gpu_budget())
+        settings = dict(self.entry.engine)
+        budget = settings.pop("gpu_budget", "auto" if self.entry.kind == "budget" else None)
+        config = OffloadConfig.from_flags(**settings)
+        self._handle = megatron_patches.apply(config, modules=self.entry.modules, gpu_budget=budget)
 
     def detach(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
         super().detach()
-
-    def _gpu_budget(self) -> str | int | None:
-        return None
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
@@ -181,15 +177,11 @@ class Incumbent(Contender):
             yield
 
 
-def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any]) -> Contender:
-    """Make the contender of an entry of the command line; its own settings override `engine`."""
-    if entry.kind == "budget":
-        from .budget import Budget
+def make_contender(entry: Entry, chunks: Sequence[Any]) -> Contender:
+    """Make the contender of an entry of the command line."""
+    from .budget import Budget
 
-        return Budget(entry, chunks, engine)
-    if entry.kind == "ours":
-        return Ours(entry, chunks, {**engine, **dict(entry.engine)})
-    return (Incumbent if entry.kind == "incumbent" else Contender)(entry, chunks)
+    return {"budget": Budget, "ours": Ours, "incumbent": Incumbent}.get(entry.kind, Contender)(entry, chunks)
 
 
 def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> None:

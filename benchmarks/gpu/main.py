@@ -19,7 +19,7 @@ from .settings import ENVIRONMENT, in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
-_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model")
+_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "model")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ class Run:
         self._failed: set[str] = set()
         self._contenders: list[Any] = []
         for entry in settings.entries:  # mistakes, before the model is made
-            OffloadConfig.from_flags(**settings.engine | dict(entry.engine))
+            OffloadConfig.from_flags(**dict(entry.engine))
         self._turn_steps = settings.warmup + 1 + settings.iters
         num_steps = settings.rounds * len(settings.entries) * self._turn_steps
         self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
@@ -117,7 +117,7 @@ class Run:
     def _add(self, entries: Sequence[Any]) -> None:
         from .contenders import make_contender
 
-        self._contenders += [make_contender(entry, self._chunks, self._settings.engine) for entry in entries]
+        self._contenders += [make_contender(entry, self._chunks) for entry in entries]
 
     def _add_budgets(self) -> None:
         """Add contenders for budgets, the same on all ranks: each has the records of all."""

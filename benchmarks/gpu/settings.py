@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from benchmarks.flags import (
-    add_engine_flag,
     add_flags,
     assignment,
-    engine_settings,
     new_parser,
     output_file,
     positive,
@@ -141,7 +139,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; on a mistake end the process with a message, as argparse does.
 
     Returns:
-        The flags by name, and `shape`, `entries`, `engine` and `model` (fields of TransformerConfig).
+        The flags by name, and `shape`, `entries` and `model` (fields of TransformerConfig).
     """
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -150,7 +148,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         args.shape = dataclasses.replace(preset.shape, **changes)
         args.entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
-        args.engine = engine_settings(args)
         args.model = {**_overlap(args), **(LATENTS if args.latents else {})}
     except ValueError as error:
         parser.error(str(error))
@@ -237,9 +234,8 @@ def _parser() -> argparse.ArgumentParser:
         parser, *((f"--{name}", int, None, f"{what}; of the setup unless given") for name, what in _FIELDS.items())
     )
     modules = "to offload; if repeated, ours and the incumbent run once for each set. After a plus: to recompute "
-    modules += f"({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine"
+    modules += f"({', '.join(RECOMPUTABLE)}); after an @: settings of ours, arguments of OffloadConfig.from_flags"
     parser.add_argument("--modules", action="append", metavar="A,B[+C,D][@E=F]", help=modules)
-    add_engine_flag(parser)
     kinds = f"in order, of {', '.join(KINDS)} ("
     add_flags(
         parser,
