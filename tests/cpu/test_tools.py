@@ -23,7 +23,6 @@ from megatron_patches._arguments import split_flags
 from megatron_patches._model.thresholds import thresholds_of
 from offload_engine.output import write_out
 from tests.dist.programs import ROOT
-from tests.interrupts.jobs import DEVICES, JOBS
 from tests.tool_scripts import load_tool
 
 for package in ("psutil", "rich", "tqdm"):
@@ -36,19 +35,6 @@ def test_the_benchmark_of_cpus_still_knows_the_engine(tmp_path: Path) -> None:
 
     assert cpu.main(["--repeats", "1", "--json", str(tmp_path / "cost.jsonl")]) == 0
     assert json.loads((tmp_path / "cost.jsonl").read_text())["kind"] == "group_cost"
-
-
-# ---- tools/soak.py runs thousands of steps ----
-
-
-soak = load_tool("soak")
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_nothing_grows(name: str) -> None:
-    before, after = soak.soak(JOBS[name](DEVICES["cpu"]()), 60, name)
-    assert not soak.growth(before, after), (before, after)
-    assert after.slab_kib > 0, "nothing moves"
 
 
 # ---- tools/mutation_check.py ----
