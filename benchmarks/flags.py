@@ -23,7 +23,7 @@ def new_parser(name: str, description: str, epilog: str | None = None) -> argpar
     return argparse.ArgumentParser(f"benchmarks/run.py {name}", None, description, epilog, formatter_class=layout)
 
 
-def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]) -> None:
+def add_flags(parser: argparse._ActionsContainer, *flags: tuple[str, Any, Any, str]) -> None:
     """Add flags, each by its name or names, type (of bool it is a switch), default and help."""
     for names, kind, default, text in flags:
         if kind is bool:

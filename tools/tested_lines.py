@@ -50,7 +50,9 @@ class LinesOfTests(NamedTuple):
 
 def lines_of_tests(folder: Path, root: Path, package: str) -> LinesOfTests:
     """Return what the tests below `root` run; the record of it stays in `folder` until the engine or they change."""
-    files = [*_test_files(root)]
+    names = {f"test_{name}.py" for name in NOT_FOR_MUTANTS}
+    found = (file for file in sorted((root / "tests/cpu").glob("test_*.py")) if file.name not in names)
+    files = [file for file in found if not _IMPORTS_OTHERS.search(file.read_text())]
     sources = [file.read_bytes() for file in (*files, *sorted((root / package).rglob("*.py")))]
     record = folder / hashlib.sha256(b"".join(sources)).hexdigest()[:16]
     if not record.exists():
@@ -67,13 +69,6 @@ def lines_of_tests(folder: Path, root: Path, package: str) -> LinesOfTests:
                 for line in lines:
                     tests[file, line].add(test)
     return LinesOfTests(seconds, tests)
-
-
-def _test_files(root: Path) -> Iterator[Path]:
-    left_out = {f"test_{name}.py" for name in NOT_FOR_MUTANTS}
-    for file in sorted((root / "tests/cpu").glob("test_*.py")):
-        if file.name not in left_out and not _IMPORTS_OTHERS.search(file.read_text()):
-            yield file
 
 
 def _record(files: Sequence[Path], folder: Path, root: Path, package: str) -> None:

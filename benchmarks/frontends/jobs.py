@@ -64,8 +64,9 @@ def try_lengths(settings: Namespace, name: str, lengths: tuple[int, ...]) -> lis
     return found
 
 
-def measure_recording(settings: Namespace, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_recording(settings: Namespace) -> list[dict[str, Any]]:
     """Measure what it costs to record steps."""
+    lengths = (settings.seq,) if settings.seq else recording.LENGTHS
     return list(recording.measure(_workload(settings), _ours(settings), lengths, settings.rounds))
 
 
@@ -119,14 +120,12 @@ def engine_record(attached: Attached) -> dict[str, Any]:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Use kernels whose result does not depend on the order of atomic additions, to be compared bitwise."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Costs time, and changes nothing that is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(False)

@@ -124,11 +124,8 @@ class Run:
 
     def _measure_recording(self) -> None:
         from . import jobs
-        from .recording import LENGTHS, TINY_LENGTHS
 
-        settings = self._settings
-        lengths = (settings.seq,) if settings.seq else TINY_LENGTHS if settings.tiny else LENGTHS
-        found = self._apart("recording", 600.0, jobs.measure_recording, settings, lengths)
+        found = self._apart("recording", 600.0, jobs.measure_recording, self._settings)
         self._records.write(found.value or [])
 
     # ---- the longest sequence ----

@@ -20,7 +20,6 @@ from .contenders import Ours
 from .workload import Attached, Workload
 
 LENGTHS = (4096, 8192, 16384)
-TINY_LENGTHS = (64, 128)
 _NUM_STEPS = 6
 _RECORDED = 2  # of a run where one is: the first step after a pause is not like the others
 

@@ -88,11 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         {
             f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
             "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
-            "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
             "--longest needs a GPU": args.longest and args.device == "cpu",
-            "--plot draws step times: it goes without --longest and --recording": (
-                args.plot and (args.longest or args.recording)
-            ),
             f"--documents {args.documents} do not divide a sequence of {length:,} tokens": (
                 args.documents and length % args.documents
             ),
@@ -118,8 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
         ("--contender-seconds", float, None, "bound of each contender over all its turns (15, with --longest 90)"),
         ("--rivals", Path, None, rivals),
-        ("--recording", bool, False, "what it costs to record steps, at 4096, 8192 and 16384 tokens or at --seq"),
-        ("--longest", bool, False, "find the longest sequence that each contender trains"),
         ("--total-seconds", float, 330.0, "of --longest, which reports what it has found until then"),
         (
             "--documents",
@@ -129,7 +123,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("--json", Path, None, "append one JSON object a figure"),
         ("--markdown", bool, False, "print the tables as Markdown"),
+    )
+    add_flags(
+        parser.add_mutually_exclusive_group(),
         ("--plot", Path, None, "picture of step time and reserved memory"),
+        ("--recording", bool, False, "what it costs to record steps, at 4096, 8192 and 16384 tokens or at --seq"),
+        ("--longest", bool, False, "find the longest sequence that each contender trains"),
     )
     return parser
 

@@ -89,7 +89,8 @@ class Run:
         records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
         if settings.trade_plot and found:
             report.plot_trade(found, settings.trade_plot)
-        show(*report.tables(self._title(), records))
+        run = records[0]
+        show(*report.tables(f"setup {settings.setup}, {run['world_size']} x {run['device']}", records))
 
     def _measure_machine(self) -> None:
         from . import machine
@@ -147,10 +148,6 @@ class Run:
     def _publish(self, own: list[Record]) -> None:
         """Gather the records of all ranks, which rank 0 writes. Collective."""
         self._records.write(record for records in self._ranks.gather(own) for record in records)
-
-    def _title(self) -> str:
-        run = self._records[0]
-        return f"setup {self._settings.setup}, {run['world_size']} x {run['device']}"
 
     def _description(self) -> Record:
         import torch

@@ -83,22 +83,17 @@ def throughput(summaries: Sequence[Record], run: Record) -> list[Record]:
     for one in sorted(summaries, key=lambda one: one["peak_reserved_bytes"]):
         worst[one["label"]] = one
     base = worst.get("recompute")
-    found = []
+    shape, found = run["shape"], []
+    tokens = shape["seq"] * shape["mbs"] * shape["nmb"] * run["world_size"] // shape["pp"]  # of all data-parallel ranks
     for label in dict.fromkeys(summary["label"] for summary in summaries):
         one = worst[label]
         record = {"kind": "throughput", **{name: one[name] for name in _OF_ALL_RANKS if name in one}}
-        record["tokens_per_s"] = tokens_of_step(run) / one["step_ms_median"] * 1e3
+        record["tokens_per_s"] = tokens / one["step_ms_median"] * 1e3
         if base is not None:
             record["over_recompute"] = base["step_ms_median"] / one["step_ms_median"]
             record["reserved_over_recompute"] = one["peak_reserved_bytes"] / base["peak_reserved_bytes"]
         found.append(record)
     return found
-
-
-def tokens_of_step(run: Record) -> int:
-    """Return the tokens of one step, of all data-parallel ranks."""
-    shape = run["shape"]
-    return int(shape["seq"] * shape["mbs"] * shape["nmb"] * run["world_size"] // shape["pp"])
 
 
 # ---- tables ----
