@@ -150,7 +150,8 @@ class Run:
             self._records.write([{**record, "reason": ended.failure, "seconds": ended.seconds}])
             return
         _, one, other = ended.value  # kernels are selected in the first
-        search = Search(self._guess(name, one, other), unit)
+        host_bytes = engine_host_bytes(settings) if name in OURS else settings.host_bytes
+        search = Search(predict(one, other, self._device["free_bytes"], host_bytes, name in OURS), unit)
         record["guess"] = search.next_seq
         best, reason = one, None
         while not search.is_final:
@@ -168,11 +169,6 @@ class Run:
         record |= {"trained": search.trained, "failed": search.failed, "is_final": search.is_final, "reason": reason}
         record |= {"peak_reserved_bytes": best.peak_reserved_bytes, "host_bytes": best.host_bytes}
         self._records.write([{**record, "seconds": time.perf_counter() - begin}])
-
-    def _guess(self, name: str, one: Any, other: Any) -> int:
-        stays = name in OURS
-        host_bytes = engine_host_bytes(self._settings) if stays else self._settings.host_bytes
-        return predict(one, other, self._device["free_bytes"], host_bytes, stays)
 
     def _title(self) -> str:
         shape = self._settings.shape

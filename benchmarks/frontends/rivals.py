@@ -24,12 +24,12 @@ import torch
 from .workload import Attach, Attached, Workload, attaching
 
 
-class Missing(Exception):
-    """A contender cannot take part; the message says why, and what would change that."""
-
-
 def load(name: str, folder: Path | None) -> Attach:
-    """Load the contender of this name, of another package than torch."""
+    """Load the contender of this name, of another package than torch.
+
+    Raises:
+        ImportError: if it cannot take part; the message says why, and what would change that.
+    """
     return _LOADERS[name](folder)
 
 
@@ -56,7 +56,7 @@ def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[
         try:
             spec.loader.exec_module(loaded)
         except Exception as error:
-            raise Missing(f"{path} does not load: {error!r}") from error
+            raise ImportError(f"{path} does not load: {error!r}") from error
     return loaded
 
 
@@ -64,7 +64,7 @@ def _import(module: str, hint: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package may fail in any way where a library of the system is missing
-        raise Missing(f"{module}: {type(error).__name__}: {str(error)[:120]}; {hint}") from error
+        raise ImportError(f"{module}: {type(error).__name__}: {str(error)[:120]}; {hint}") from error
 
 
 @contextmanager

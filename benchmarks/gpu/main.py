@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
-from .settings import ENVIRONMENT, in_turn, parse
+from .settings import ENVIRONMENT, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
@@ -109,7 +109,9 @@ class Run:
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
         for number in range(self._settings.rounds):
-            for contender in in_turn(self._contenders, number, self._settings.rotate):
+            # The first one finds the GPU as the pause left it.
+            first = number % len(self._contenders) if self._settings.rotate else 0
+            for contender in self._contenders[first:] + self._contenders[:first]:
                 if contender.entry.label not in self._failed:
                     self._turn(contender, number)
             if number == 0 and self._settings.budgets:

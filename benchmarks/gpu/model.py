@@ -57,6 +57,10 @@ def make_config(shape: Shape, **more: Any) -> Any:
     """Make the TransformerConfig, with every kind of offload and of recomputation off; `more` are fields of it."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if shape.experts:
+        more |= {"num_moe_experts": shape.experts, "moe_router_topk": shape.topk, "moe_grouped_gemm": True}
+        more |= {"moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": shape.moeffn or shape.ffn}
+        more |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
     config_class = MLATransformerConfig if more.get("multi_latent_attention") else TransformerConfig
     config = config_class(
         num_layers=shape.layers,
@@ -80,23 +84,10 @@ def make_config(shape: Shape, **more: Any) -> Any:
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=not shape.vpp,
         overlap_p2p_comm=bool(shape.vpp),
-        **(_expert_settings(shape) if shape.experts else {}),
         **more,
     )
     config.autocast_dtype = torch.bfloat16
     return config
-
-
-def _expert_settings(shape: Shape) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=shape.experts,
-        moe_router_topk=shape.topk,
-        moe_grouped_gemm=True,
-        moe_token_dispatcher_type="alltoall",
-        moe_ffn_hidden_size=shape.moeffn or shape.ffn,
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=1e-2,
-    )
 
 
 def build_chunks(shape: Shape, config: Any) -> list[torch.nn.Module]:

@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.flags import (
     add_flags,
@@ -19,11 +19,8 @@ from benchmarks.flags import (
     words,
 )
 
-T = TypeVar("T")
-
 KINDS = ("none", "ours", "incumbent", "recompute")
 _OFFLOAD = ("ours", "incumbent")
-BF16_BYTES = 2
 
 ENVIRONMENT = {
     "NVTE_CPU_OFFLOAD_V1": "1",  # TransformerEngine's first hooks, which megatron-core's offload needs
@@ -68,7 +65,7 @@ class Shape:
     @property
     def activation_bytes(self) -> int:
         """Return the bytes of one [sequence, batch, hidden] activation in bf16."""
-        return self.seq * self.mbs * self.hidden * BF16_BYTES
+        return 2 * self.seq * self.mbs * self.hidden
 
 
 _FIELDS = {
@@ -217,12 +214,6 @@ def _overlap(args: argparse.Namespace) -> dict[str, bool]:
     if any(entry.kind == "recompute" or entry.recomputed for entry in args.entries):
         raise ValueError("--overlap-a2a excludes recomputation, also behind a plus in --modules")
     return {"overlap_moe_expert_parallel_comm": True}
-
-
-def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
-    """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
-    first = number % len(contenders) if rotate else 0
-    return (*contenders[first:], *contenders[:first])
 
 
 def _parser() -> argparse.ArgumentParser:
