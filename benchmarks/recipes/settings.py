@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(arguments)
     recipe = _RECIPES[args.graphs]
-    shape = replace(SETUPS[recipe.setup].shape, pp=1, vpp=0, ep=1)
+    shape = replace(SETUPS[recipe.setup], pp=1, vpp=0, ep=1)
     shape = replace(shape, layers=args.layers or shape.layers)
     try:
         contenders = [_contender(text) for text in args.contenders]
