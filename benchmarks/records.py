@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         "commit": _commit(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
     }
+
+
+def counters_of(stats: Any) -> dict[str, int]:
+    """Return the counters of an engine for a step."""
+    return {name: value for name, value in asdict(stats).items() if isinstance(value, int)}
 
 
 def core_in_words() -> str:

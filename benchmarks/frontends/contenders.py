@@ -83,25 +83,15 @@ def _with_checkpointing(put: Put) -> Put:
 
 
 def _offload_wrapper(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
-    _replace([(workload.layers, name, layer) for name, layer in workload.layers.named_children()], _offloading, stack)
+    _replace(
+        [(workload.layers, name, layer) for name, layer in workload.layers.named_children()], OffloadWrapper, stack
+    )
     return Attached()
 
 
 def _parts_offload_wrapper(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
-    _replace(_parts_of(workload), lambda part: _offloading(checkpoint_wrapper(part)), stack)
+    _replace(_parts_of(workload), lambda part: OffloadWrapper(checkpoint_wrapper(part)), stack)
     return Attached()
-
-
-class _Unpinned(OffloadWrapper):
-    """PyTorch's wrapper without the pinning that needs a GPU."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with save_on_cpu():
-            return self._checkpoint_wrapped_module(*args, **kwargs)
-
-
-def _offloading(module: torch.nn.Module) -> torch.nn.Module:
-    return OffloadWrapper(module) if next(module.parameters()).is_cuda else _Unpinned(module)
 
 
 def _parts_of(workload: Workload) -> list[tuple[Any, str, torch.nn.Module]]:

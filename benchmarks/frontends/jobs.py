@@ -7,20 +7,20 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import psutil
 import torch
 
 from benchmarks.gradients import fingerprint
+from benchmarks.records import counters_of
 from offload_engine import OffloadConfig
 
 from . import recording
 from .contenders import Ours, make_contender
 from .longest import Trial
 from .settings import engine_host_bytes
-from .workload import Attached, Workload
+from .workload import Workload
 
 
 def take_turn(settings: Namespace, name: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def take_turn(settings: Namespace, name: str) -> dict[str, Any]:
             "fingerprint": found,
             "step_ms": [workload.timed_step(attached) for _ in range(settings.iters)],
             **_memory(workload),
-            **engine_record(attached),
+            "engine": {} if attached.stats() is None else counters_of(attached.stats()),
         }
 
 
@@ -107,14 +107,6 @@ def _memory(workload: Workload) -> dict[str, int]:
         # By what is pinned, in use or not: a block is free again as soon as it is given back.
         "torch_pinned_bytes": int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)),
     }
-
-
-def engine_record(attached: Attached) -> dict[str, Any]:
-    """Return the counters of our engine for its last step."""
-    stats = attached.stats()
-    if stats is None:
-        return {}
-    return {"engine": {name: value for name, value in asdict(stats).items() if isinstance(value, int)}}
 
 
 @contextmanager

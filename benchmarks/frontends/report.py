@@ -29,7 +29,7 @@ def _summary(own: Sequence[Record], base: Sequence[float]) -> Record:
     steps = _steps(own)
     measured = [turn for turn in own if turn["step_ms"]]
     parities = [turn["parity"] for turn in own if turn["parity"] and not turn["parity"]["is_reference"]]
-    pinned = [turn["torch_pinned_bytes"] + turn.get("engine", {}).get("host_bytes", 0) for turn in measured]
+    pinned = [turn["torch_pinned_bytes"] + turn["engine"].get("host_bytes", 0) for turn in measured]
     return {
         "kind": "summary",
         "label": own[0]["label"],
@@ -43,7 +43,7 @@ def _summary(own: Sequence[Record], base: Sequence[float]) -> Record:
         "pinned_bytes": max(pinned, default=None),
         "failure": next((turn["failure"] for turn in own if turn["failure"]), None),
         **{name: max((turn[name] for turn in measured), default=None) for name in _MEMORY},
-        "engine": measured[-1].get("engine", {}) if measured else {},
+        "engine": measured[-1]["engine"] if measured else {},
     }
 
 

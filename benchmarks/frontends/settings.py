@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         {
             f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
             "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
-            "--longest needs a GPU": args.longest and args.device == "cpu",
+            "--longest and --recording need a GPU": (args.longest or args.recording) and args.device == "cpu",
             f"--documents {args.documents} do not divide a sequence of {length:,} tokens": (
                 args.documents and length % args.documents
             ),

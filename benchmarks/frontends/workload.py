@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,15 +25,6 @@ class Attached:
     stats: Callable[[], Any] = lambda: None
     """The engine's `IterationStats` of the last step; None for the others."""
     engine: Any = None
-
-
-class _Moment(NamedTuple):
-    """Stands for an event where there is no GPU."""
-
-    seconds: float
-
-    def elapsed_time(self, other: _Moment) -> float:
-        return (other.seconds - self.seconds) * 1e3
 
 
 class Workload:
@@ -120,9 +111,7 @@ class Workload:
         return (time.perf_counter() - begin) * 1e3
 
     def stamp(self) -> Any:
-        """Mark this point of the current stream; without a GPU, of time."""
-        if not self.is_cuda:
-            return _Moment(time.perf_counter())
+        """Mark this point of the current stream, on a GPU."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -23,11 +23,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
 import torch
+
+from benchmarks.records import counters_of
 
 from .copies import CopyCounter
 from .recomputation import FULL, Recomputation, selective
@@ -127,7 +128,7 @@ class Ours(Contender):
         stats = self._engine().stats
         return counter.moved(
             is_confirmed=stats.copied_out_bytes == counter.out_bytes > 0,
-            engine={name: value for name, value in asdict(stats).items() if isinstance(value, int)},
+            engine=counters_of(stats),
         )
 
     def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:

@@ -22,12 +22,12 @@ _IMPORTS = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.extension
 _COLUMNS: dict[str, Column] = {
     "contender": "contender",
     "failure": "failure",
-    "step ms": lambda record: f"{_median(record, 'step_ms'):.1f}",
-    "host ms": lambda record: f"{_median(record, 'host_ms'):.1f}",
+    "step ms": lambda record: _in_words(record.get("step_ms")),
+    "host ms": lambda record: _in_words(record.get("host_ms")),
     "reserved MiB": ("reserved_bytes", "MiB"),
     "allocated MiB": ("allocated_bytes", "MiB"),
     "on host MiB": ("moved_bytes", "MiB"),
-    "around a replay us": lambda record: _mean_and_median(record.get("around_replays_us")),
+    "around a replay us": lambda record: _in_words(record.get("around_replays_us")),
     "loss": ("loss", ".6f"),
 }
 _SUMMARY: dict[str, Column] = {
@@ -91,9 +91,5 @@ def summarize(turns: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _mean_and_median(values: Sequence[float] | None) -> str:
-    return f"{statistics.mean(values):.1f}, median {statistics.median(values):.1f}" if values else ""
-
-
-def _median(record: Record, field: str) -> float:
-    return statistics.median(record.get(field, [0.0]))
+def _in_words(values: Sequence[float] | None) -> str:
+    return f"{statistics.median(values):.1f}, mean {statistics.mean(values):.1f}" if values else ""

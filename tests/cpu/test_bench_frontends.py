@@ -13,7 +13,8 @@ from benchmarks import gradients
 from benchmarks.frontends import settings
 from tests.dist.programs import BENCHMARK, run_program
 
-NEED_GPU = {"te_v1", "verl", "verl_ckpt", "torchtune", "trl"}  # they make CUDA streams
+# They make CUDA streams, or pin.
+NEED_GPU = {"te_v1", "verl", "verl_ckpt", "torchtune", "trl", "torch", "ckpt_torch", "parts_torch"}
 TINY = "--device cpu --tiny --layers 4 --budgets 2 --iters 1 --warmup 1".split()
 
 
