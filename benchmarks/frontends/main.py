@@ -62,6 +62,7 @@ class Run:
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
+        from . import jobs
         from .report import plot_trade, tables
 
         settings = self._settings
@@ -71,7 +72,8 @@ class Run:
         if settings.longest:
             self._search_longest()
         elif settings.recording:
-            self._measure_recording()
+            found = self._apart("recording", 600.0, jobs.measure_recording, settings)
+            self._records.write(found.value or [])
         else:
             self._measure()
         self._bar.close()
@@ -121,12 +123,6 @@ class Run:
         about = {"kind": "turn", "label": name, "round": number, "failure": ended.failure, "seconds": ended.seconds}
         self._records.write([{**about, "parity": parity, **found}])
         return reference
-
-    def _measure_recording(self) -> None:
-        from . import jobs
-
-        found = self._apart("recording", 600.0, jobs.measure_recording, self._settings)
-        self._records.write(found.value or [])
 
     # ---- the longest sequence ----
 

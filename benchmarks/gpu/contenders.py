@@ -114,11 +114,11 @@ class Ours(Contender):
         out, back = device.copy_out, device.copy_in
 
         def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
-            with counter.copy(True, sum(target.nbytes for _, target in copies), stream):
+            with counter.copy("out", sum(target.nbytes for _, target in copies), stream):
                 return out(stream, copies)
 
         def copy_in(stream: Any, copies: Sequence[tuple[Any, torch.Tensor]]) -> Any:
-            with counter.copy(False, sum(source.nbytes for source, _ in copies), stream):
+            with counter.copy("in", sum(source.nbytes for source, _ in copies), stream):
                 return back(stream, copies)
 
         with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in):
@@ -127,7 +127,7 @@ class Ours(Contender):
     def moved(self, counter: CopyCounter) -> dict[str, Any]:
         stats = self._engine().stats
         return counter.moved(
-            is_confirmed=stats.copied_out_bytes == counter.out_bytes > 0,
+            is_confirmed=stats.copied_out_bytes == counter.nbytes["out"] > 0,
             engine=counters_of(stats),
         )
 
@@ -167,11 +167,11 @@ class Incumbent(Contender):
         offload, reload = Handler.offload, Handler.reload
 
         def counted_offload(handler: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            with counter.copy(True, tensor.nbytes, torch.cuda.current_stream()):
+            with counter.copy("out", tensor.nbytes, torch.cuda.current_stream()):
                 return offload(handler, tensor, *args, **kwargs)
 
         def counted_reload(handler: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            with counter.copy(False, state[1].nbytes, torch.cuda.current_stream()):
+            with counter.copy("in", state[1].nbytes, torch.cuda.current_stream()):
                 return reload(handler, state, *args, **kwargs)
 
         with mock.patch.multiple(Handler, offload=counted_offload, reload=counted_reload):

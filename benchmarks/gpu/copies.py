@@ -11,14 +11,14 @@ import torch
 
 
 class CopyCounter:
-    """Bytes and times of the copies of one step, each way."""
+    """Bytes and times of the copies of one step, each way: "out" and "in"."""
 
     def __init__(self) -> None:
-        self.out_bytes = self.in_bytes = 0
+        self.nbytes = {"out": 0, "in": 0}
         self._events: dict[str, list[tuple[Any, Any]]] = {"out": [], "in": []}
 
     @contextmanager
-    def copy(self, is_out: bool, nbytes: int, stream: Any) -> Iterator[None]:
+    def copy(self, way: str, nbytes: int, stream: Any) -> Iterator[None]:
         """Count what is copied inside."""
         if isinstance(stream, int):  # a raw handle, as the CUDA device of the engine uses them
             stream = torch.cuda.ExternalStream(stream)
@@ -26,23 +26,14 @@ class CopyCounter:
         begin.record(stream)
         yield
         end.record(stream)
-        self._events["out" if is_out else "in"].append((begin, end))
-        self.out_bytes += nbytes if is_out else 0
-        self.in_bytes += 0 if is_out else nbytes
+        self._events[way].append((begin, end))
+        self.nbytes[way] += nbytes
 
     def moved(self, **more: Any) -> dict[str, Any]:
         """Return what the step moved, as fields of a record, and `more` of them; wait for the device first."""
-        return {
-            "copied_out_bytes": self.out_bytes,
-            "copied_in_bytes": self.in_bytes,
-            "out_gbps": self._rate("out", self.out_bytes),
-            "in_gbps": self._rate("in", self.in_bytes),
-            "is_confirmed": self.out_bytes > 0,  # bytes were moved, and as many as the contender says
-            "engine": {},  # the contender's own counters
-            **more,
-        }
-
-    def _rate(self, way: str, nbytes: int) -> float | None:
-        """Return GB/s by the time that the copies themselves took."""
-        spent = sum(begin.elapsed_time(end) for begin, end in self._events[way])
-        return nbytes / spent / 1e6 if spent else None
+        found: dict[str, Any] = {}
+        for way, nbytes in self.nbytes.items():
+            ms = sum(begin.elapsed_time(end) for begin, end in self._events[way])  # that the copies themselves took
+            found |= {f"copied_{way}_bytes": nbytes, f"{way}_gbps": nbytes / ms / 1e6 if ms else None}
+        # Bytes were moved, and as many as the contender says; `engine` has its own counters.
+        return {**found, "is_confirmed": self.nbytes["out"] > 0, "engine": {}, **more}
