@@ -2,8 +2,8 @@
 """Many training steps of each front-end, after which nothing has grown: with SOAK_STEPS=2000, as at night, thousands.
 
 The model's batch changes from step to step, an evaluation and a dropped graph come in between. Resident memory, open
-files, threads, host slabs and Python objects are counted about two dozen times; those of its last quarter must not
-be above those of its second one.
+files, threads, host slabs and Python objects are counted about two dozen times; those of the last quarter must not
+be above those of the second one.
 """
 
 from __future__ import annotations
