@@ -23,7 +23,7 @@ def new_parser(name: str, description: str, epilog: str | None = None) -> argpar
     return argparse.ArgumentParser(f"benchmarks/run.py {name}", None, description, epilog, formatter_class=layout)
 
 
-def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]) -> None:
+def add_flags(parser: argparse._ActionsContainer, *flags: tuple[str, Any, Any, str]) -> None:
     """Add flags, each by its name or names, type (of bool it is a switch), default and help."""
     for names, kind, default, text in flags:
         if kind is bool:
@@ -40,17 +40,6 @@ def refuse(parser: argparse.ArgumentParser, mistakes: Mapping[str, Any]) -> None
     for text, is_mistake in mistakes.items():
         if is_mistake:
             parser.error(text)
-
-
-def add_engine_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --engine, whose values `engine_settings` reads."""
-    text = "setting of ours, see OffloadConfig.from_flags"
-    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help=text)
-
-
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what --engine says."""
-    return dict(assignment(text) for text in args.engine)
 
 
 def output_file(text: str) -> Path:

@@ -9,7 +9,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def counters_of(stats: Any) -> dict[str, int]:
+    """Return the counters of an engine for a step."""
+    return {name: value for name, value in asdict(stats).items() if isinstance(value, int)}
+
+
 def core_in_words() -> str:
     return "compiled" if offload_engine.IS_COMPILED else "pure Python"
 
@@ -70,17 +76,3 @@ def _commit() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
-
-
-def first_prediction(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the first plan predicted, and what the step held that judged it: the last before another prediction.
-
-    The first step with a plan fills an empty allocator, and may have groups that no plan knew.
-
-    Args:
-        steps: of a budget that begins; those that were planned have "predicted_bytes", and all "held_bytes".
-    """
-    planned = [step for step in steps if step.get("predicted_bytes") is not None]
-    first = [step for step in planned if step["predicted_bytes"] == planned[0]["predicted_bytes"]]
-    judged = first[-1] if first else {}
-    return {f"first_{name}": judged.get(name) for name in ("predicted_bytes", "held_bytes")}

@@ -7,7 +7,6 @@ gpu              beside no offload, megatron-core's own and recomputation, on GP
 frontends        `enable_activation_offloading` and the others beside PyTorch's and other packages' offload
 budget_curve     budgets from the floor to no offload, beside settings made by hand
 recipes          steps as recipes set them up: captured, sharded, recomputing; beside megatron-core's own offload
-affinity         copies, launches and pinning on CPUs near the GPU and far from it
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("cpu", "gpu", "frontends", "budget_curve", "recipes", "affinity")
+NAMES = ("cpu", "gpu", "frontends", "budget_curve", "recipes")
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ ONCE = {
     for name in (
         "adversarial_device affinity bench_frontends budget_corrections choose config "
         "ended_processes examples host_memory imports node_share observe_report package "
-        "plan_command planner readme replay simulate sizes smp tools verifier other_trainers"
+        "plan_command planner readme replay simulate sizes smp soak tools verifier other_trainers"
     ).split()
 }
 

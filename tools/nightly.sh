@@ -42,10 +42,9 @@ step "$oldest" -m pytest ${parallel[@]+"${parallel[@]}"} "${dist[@]}"
 step env PYTHON="${PYTHON311:-python3.11}" VENV=.venv-lowest EXTRAS=megatron,integrations,plots,test \
     CONSTRAINTS=constraints-lowest.txt tools/test.sh ${parallel[@]+"${parallel[@]}"} "${cpu[@]}" \
     "${dist[@]}" -m "not dist or compat"
-step env RANDOM_PIPELINE_BATCHES="$batches" RANDOM_INTERRUPTS=61 "$python" -m pytest \
-    ${parallel[@]+"${parallel[@]}"} tests/cpu/test_random_pipelines.py tests/cpu/test_random_interrupts.py
-step "$python" tools/interrupt_check.py --num "$interrupts" -j "$jobs"
-step "$python" tools/soak.py --steps "$steps"
+step env RANDOM_PIPELINE_BATCHES="$batches" RANDOM_INTERRUPTS="$interrupts" SOAK_STEPS="$steps" "$python" -m pytest \
+    ${parallel[@]+"${parallel[@]}"} tests/cpu/test_random_pipelines.py tests/cpu/test_random_interrupts.py \
+    tests/cpu/test_soak.py
 step measure_coverage
 step "$python" tools/mutation_check.py "${mutations[@]}" -j "$jobs" --results out/mutations.jsonl
 printf '%s\n' "${failed:-all passed}"

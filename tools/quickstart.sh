@@ -4,7 +4,7 @@
 # offload, with it, and with nothing but a budget, on this machine's CPU, and compares the three runs. Needs
 # Python >= 3.11 and nothing else.
 #
-#   tools/quickstart.sh [DIRECTORY]    where the text, the metrics and the plot go; default out/quickstart
+#   tools/quickstart.sh [DIRECTORY]    where the text and the metrics go; default out/quickstart
 #
 # STEPS (default 4) sets the length of the first two runs; a budget needs six steps. PYTHON and VENV choose the
 # environment, see tools/setup_env.sh.
@@ -31,7 +31,7 @@ export GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1
 
 "$python" -W ignore::UserWarning examples/prepare_text.py --output-prefix "$out/text"
 
-pretrain() { # NAME STEPS [FLAGS]: one run; its metrics and the timeline of its last step land in $out/NAME.*
+pretrain() { # NAME STEPS [FLAGS]: one run; its metrics land in $out/NAME.jsonl
     local name=$1 steps=$2
     shift 2
     "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
@@ -40,8 +40,7 @@ pretrain() { # NAME STEPS [FLAGS]: one run; its metrics and the timeline of its 
         --num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 16 --seq-length 256 \
         --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --disable-bias-linear \
         --micro-batch-size 4 --global-batch-size 16 --train-iters "$steps" --seed 1234 \
-        --lr-decay-iters "$budget_steps" --data-path "$out/text" --metrics-json "$out/$name.jsonl" \
-        --timeline-json "$out/$name.timeline.json" --timeline-step "$steps" "$@"
+        --lr-decay-iters "$budget_steps" --data-path "$out/text" --metrics-json "$out/$name.jsonl" "$@"
 }
 
 echo "1/3 without offload"

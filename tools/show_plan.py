@@ -12,18 +12,14 @@ With --moves also which groups are copied out, released and copied in at which b
 python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 --moves --layers 2 --names core_attn=321,2.2 mlp_fc1=128,2.9
 
 Each name is a group of every layer, with its MiB (or a size as 1.5GiB) and the milliseconds of its forward, as far as
-they are known. With milliseconds the step is simulated, and --png draws its timeline.
+they are known. With milliseconds the step is simulated.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +40,6 @@ from offload_engine.schedule import (
 from offload_engine.sizes import bytes_flag, parse_bytes
 
 STYLES = {"F": "cyan", "B": "magenta"}
-TRACKS = {"compute": "C0", "wait": "C3", "copy-out": "C1", "copy-in": "C2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,12 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for rank in ranks if options.moves else ():
         console.print(Text(f"# rank {rank}\n{format_plan(plans[rank])}"), soft_wrap=True)  # as `parse_plan` reads it
     if job is not None and any(group.forward_ms for group in job.ranks[0].shapes[0].groups):
-        simulation = simulate(job, plans)
-        console.print(outcome_table(simulation))
-        if options.png is not None:
-            draw_timeline(simulation, ranks, title, options.png)
-    elif options.png is not None:
-        parser.error("--png draws what is simulated: it needs --moves, and milliseconds in --names")
+        console.print(outcome_table(simulate(job, plans)))
     return 0
 
 
@@ -87,16 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
     overlap = "as with --overlap-moe-expert-parallel-comm of megatron-core"
     parser.add_argument("--overlap-expert-comm", action="store_true", help=overlap)
     parser.add_argument("--rank", type=int, metavar="R", help="this pipeline rank only (default: all)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the simulated timeline of --moves")
     moves = parser.add_argument_group("moves of groups")
     moves.add_argument("--moves", action="store_true", help="print the plan of each rank")
     moves.add_argument("--layers", type=int, default=2, metavar="N", help="layers of each model chunk (default: 2)")
     names = "groups of each layer, in order"
     moves.add_argument("--names", nargs="+", default=["layer"], metavar="NAME[=MIB[,MS]]", help=names)
-    moves.add_argument("--tail", metavar="NAME", help="the last block of a forward begins with this group")
-    moves.add_argument("--head-ms", type=float, metavar="MS", help="the last stage ends with a head that takes so long")
-    delay = "copy-outs of this group wait until what follows is launched, as before experts"
-    moves.add_argument("--delay", metavar="NAME", help=delay)
     for name, what in {
         "resident": "a budget of groups on the device",
         "horizon": "copy-ins ahead of the backward",
@@ -129,36 +114,22 @@ def order_text(actions: Sequence[Action]) -> Text:
 
 def plan_moves(options: argparse.Namespace) -> tuple[PipelineJob, list[Plan]]:
     """Plan the moves of all ranks."""
-    num_virtual = options.vpp or 1
+    shapes = (chunk_shape(options),) * (options.vpp or 1)
     bounds = Bounds(options.horizon_mib, options.inflight_mib, options.resident_mib)
     ranks = []
     for rank in range(options.pp):
-        is_last = [rank == options.pp - 1 and stage == num_virtual - 1 for stage in range(num_virtual)]
-        shapes = tuple(chunk_shape(options, has_head) for has_head in is_last)
         ranks.append(RankJob(tuple(make_order(options, rank)), shapes, bounds))
     is_combined = options.overlap_expert_comm
     plans = [plan_step(rank.actions, rank.shapes, rank.bounds, is_combined=is_combined) for rank in ranks]
     return PipelineJob(tuple(ranks)), plans
 
 
-def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
+def chunk_shape(options: argparse.Namespace) -> ChunkShape:
     """Make a chunk with the groups that the options name."""
     if options.layers < 1:
         raise ValueError(f"--layers must be at least 1, got {options.layers}")
-    groups = [parse_group(text, layer) for layer in range(options.layers) for text in options.names]
-    names = [group.name for group in groups]
-    for option in ("tail", "delay"):
-        if getattr(options, option) not in (None, *names):
-            known = ", ".join(dict.fromkeys(names))
-            raise ValueError(f"--{option} must be one of {known}, got {getattr(options, option)}")
-    # Without several layers there is no tail: see megatron_patches/_model/sites.py.
-    has_tail = options.tail is not None and options.layers > 1
-    tail_index = len(names) - 1 - names[::-1].index(options.tail) if has_tail else None
-    groups = [replace(group, may_delay=group.name == options.delay) for group in groups]
-    launches = tuple(index for index, group in enumerate(groups, 1) if group.may_delay)
-    head_ms = (options.head_ms or 0.0) if is_last else 0.0
-    has_head = is_last and options.head_ms is not None
-    return ChunkShape(tuple(groups), options.layers, tail_index, launches, has_head, head_ms, 2 * head_ms)
+    groups = tuple(parse_group(text, layer) for layer in range(options.layers) for text in options.names)
+    return ChunkShape(groups, options.layers)
 
 
 def parse_group(text: str, layer: int) -> GroupShape:
@@ -182,29 +153,6 @@ def outcome_table(simulation: Simulation) -> Table:
         times = f"{outcome.milliseconds:.1f}", f"{outcome.stalled_ms:.1f}"
         table.add_row(str(rank), *times, *(f"{size / (1 << 20):,.0f}" for size in sizes))
     return table
-
-
-def draw_timeline(simulation: Simulation, ranks: Sequence[int], title: str, path: Path) -> None:
-    """Draw the simulated timeline: for each rank a row for compute with its waits, and one for copies each way."""
-    os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
-    import matplotlib.pyplot as plt
-
-    size: Any = (16, 1.2 + 1.6 * len(ranks))
-    figure, axes = plt.subplots(len(ranks), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
-    rows = ["compute", "copy-out", "copy-in"]
-    for rank, panel in zip(ranks, axes[:, 0], strict=True):
-        outcome = simulation.ranks[rank]
-        for track, color in TRACKS.items():
-            bars = [(span.start, span.end - span.start) for span in outcome.spans if span.track == track]
-            row = rows.index("compute" if track == "wait" else track)
-            panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
-        panel.set_yticks(range(len(rows)), rows)
-        panel.set_ylim(len(rows) - 0.5, -0.5)
-        panel.set_title(f"rank {rank}: waits {outcome.stalled_ms:.1f} ms for copies (red)", loc="left", fontsize=10)
-    axes[-1, 0].set(xlim=(0, simulation.milliseconds), xlabel="simulated ms")
-    figure.suptitle(f"{simulation.milliseconds:.1f} ms a step: {title}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.budgets import spread
 from benchmarks.flags import add_flags, input_file, new_parser, positive
 from benchmarks.frontends.settings import TINY, Shape, add_model_flags, default_layers
 from benchmarks.tables import Record
@@ -111,14 +112,9 @@ def _measure(settings: argparse.Namespace, shape: Shape, length: Record, seconds
             bar.update()
             if name == _ENDS[-1] and not length["left_out"] and not any(turn["failure"] for turn in length["turns"]):
                 most, least = (turn["held_bytes"] for turn in length["turns"])
-                sizes = budgets_between(least, most, settings.budgets)
+                margin = (most - least) // 50  # the lowest is a little above the floor, the highest above no offload
+                sizes = spread(least + margin, most + margin, settings.budgets)
                 waiting = alternately([(f"budget {nbytes >> 20:,} MiB", nbytes) for nbytes in sizes], waiting)
-
-
-def budgets_between(least: int, most: int, num: int) -> list[int]:
-    """Spread budgets evenly, the first a little above the floor, the last a little above no offload."""
-    margin = (most - least) // 50
-    return [least + margin + (most - least) * i // max(1, num - 1) for i in range(num)]
 
 
 def alternately(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:

@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, Final
 
 import torch
 
 from benchmarks.apart import describe
+from benchmarks.budgets import decision_of, first_prediction
 from benchmarks.frontends.contenders import Ours, make_contender, put_layers
 from benchmarks.frontends.jobs import deterministic
-from benchmarks.frontends.link_bound import saved_bytes_per_token
 from benchmarks.frontends.workload import Attach, Attached, Workload, attaching
 from benchmarks.gradients import Fingerprint, compare, fingerprint
-from benchmarks.records import first_prediction
 from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers
 
 from .report import TITLES
@@ -32,9 +29,9 @@ class TrainedWorkload(Workload):
         super().__init__(*args, **options)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
 
-    def step(self, attached: Attached, on_forward: Callable[[], None] = lambda: None) -> torch.Tensor:
+    def step(self, attached: Attached) -> torch.Tensor:
         """See `Workload`."""
-        loss = super().step(attached, on_forward)
+        loss = super().step(attached)
         self._optimizer.step()
         return loss
 
@@ -48,7 +45,7 @@ class Turns:
     def __init__(self, workload: Workload, warmup: int, iters: int) -> None:
         self._workload = workload
         self._warmup, self._iters = warmup, iters
-        self._engine: dict[str, Any] = {} if workload.is_cuda else {"min_tensor_bytes": 0, "directory": "none"}
+        self._config = OffloadConfig() if workload.is_cuda else OffloadConfig(min_tensor_bytes=0, directory="none")
         self._reference: Fingerprint | None = None
         self.by_hand = self._settings_by_hand()
 
@@ -69,9 +66,9 @@ class Turns:
 
     def _settings_by_hand(self) -> dict[str, Attach]:
         """Return them in the order of `TITLES`."""
-        ours = Ours(self._engine, None if self._workload.is_cuda else 4096)
+        ours = Ours(self._config, None if self._workload.is_cuda else 4096)
         num_layers = len(self._workload.layers)
-        saved = saved_bytes_per_token(self._workload.shape) * self._workload.num_tokens * num_layers
+        saved = self._workload.layer_bytes * num_layers
         found = {
             **{name: make_contender(name, ours, None) for name in ("none", "any_model", "ckpt")},
             "all": self._layers(policy=LowestPeak()),
@@ -90,7 +87,7 @@ class Turns:
 
     def _layers(self, *, enable_ckpt: bool = False, every: int = 1, **settings: Any) -> Attach:
         """Return `enable_activation_offloading` of each `every`-th layer; `settings` are of `OffloadConfig`."""
-        config, layers = OffloadConfig(**{**self._engine, **settings}), list(self._workload.layers)[::every]
+        config, layers = self._config.replace(**settings), list(self._workload.layers)[::every]
         return attaching(lambda workload, stack: put_layers(workload, stack, config, enable_ckpt, layers))
 
     def _take(self, attached: Attached, record: dict[str, Any]) -> None:
@@ -111,7 +108,7 @@ class Turns:
         if (stats := attached.stats()) is not None:
             record["moved_bytes"] = stats.copied_out_bytes
         if budget is not None:
-            record |= _summary(budget) | {"host_ms": budget.planning_ms}
+            record |= decision_of(budget) | {"host_ms": budget.planning_ms}
         with deterministic():
             loss = self._workload.step(attached)
         found = fingerprint(self._workload.gradients(), [loss])
@@ -123,7 +120,7 @@ class Turns:
         steps: list[dict[str, Any]] = []
         while not budget.is_settled and len(steps) < _MAX_STEPS:
             step = self._step(attached)
-            steps.append({"state": budget.state.name, **step, **_summary(budget)})
+            steps.append({"state": budget.state.name, **step, **decision_of(budget)})
         return {
             "steps": steps,
             "steps_until_held": sum(step["state"] != "HOLD" for step in steps),
@@ -132,7 +129,7 @@ class Turns:
 
     def _step(self, attached: Attached) -> dict[str, Any]:
         """Return the time of a step, and what the process held: what torch reserved, and what lies outside of it."""
-        step_ms = self._workload.timed_step(attached).step_ms
+        step_ms = self._workload.timed_step(attached)
         if not self._workload.is_cuda:
             return {"step_ms": step_ms, "held_bytes": int(attached.stats().peak_resident_bytes)}
         free, total = torch.cuda.mem_get_info()
@@ -144,10 +141,3 @@ class Turns:
         if self._workload.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-
-def _summary(budget: Any) -> dict[str, Any]:
-    if budget.summary is None:
-        return {}
-    names = {"predicted_peak_bytes": "predicted_bytes", "predicted_step_ms": "predicted_ms"}
-    return {names.get(name, name): value for name, value in asdict(budget.summary).items() if name != "budget_bytes"}

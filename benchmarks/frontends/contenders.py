@@ -8,7 +8,7 @@ model's own (non-reentrant), and the rest is around the forward or the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from offload_engine import (
 )
 
 from . import rivals
-from .link_bound import saved_bytes_per_token
 from .workload import Attach, Attached, Workload, attaching
 
 
@@ -36,23 +35,16 @@ from .workload import Attach, Attached, Workload, attaching
 class Ours:
     """How ours are configured."""
 
-    engine: Mapping[str, Any]
-    """Fields of `OffloadConfig`."""
+    config: OffloadConfig
     group_bytes: int | None = None
     """Of `manage_activations`; None: its default."""
     horizon: int | None = None
     """How many inputs of checkpoints may be on the device, that of the running one included; None: the defaults."""
 
     @property
-    def config(self) -> OffloadConfig:
-        return OffloadConfig.from_flags(**self.engine)
-
-    @property
     def checkpoint_config(self) -> OffloadConfig:
-        """Return the same with the horizon for inputs of checkpoints, unless another one is set."""
-        if self.horizon is None or self.config.policy is not None:
-            return self.config
-        return self.config.replace(policy=GroupWindow(self.horizon))
+        """Return the same with the horizon for inputs of checkpoints."""
+        return self.config if self.horizon is None else self.config.replace(policy=GroupWindow(self.horizon))
 
 
 Put = Callable[[Workload, Ours, ExitStack], Attached]
@@ -91,25 +83,15 @@ def _with_checkpointing(put: Put) -> Put:
 
 
 def _offload_wrapper(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
-    _replace([(workload.layers, name, layer) for name, layer in workload.layers.named_children()], _offloading, stack)
+    _replace(
+        [(workload.layers, name, layer) for name, layer in workload.layers.named_children()], OffloadWrapper, stack
+    )
     return Attached()
 
 
 def _parts_offload_wrapper(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
-    _replace(_parts_of(workload), lambda part: _offloading(checkpoint_wrapper(part)), stack)
+    _replace(_parts_of(workload), lambda part: OffloadWrapper(checkpoint_wrapper(part)), stack)
     return Attached()
-
-
-class _Unpinned(OffloadWrapper):
-    """PyTorch's wrapper without the pinning that needs a GPU."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with save_on_cpu():
-            return self._checkpoint_wrapped_module(*args, **kwargs)
-
-
-def _offloading(module: torch.nn.Module) -> torch.nn.Module:
-    return OffloadWrapper(module) if next(module.parameters()).is_cuda else _Unpinned(module)
 
 
 def _parts_of(workload: Workload) -> list[tuple[Any, str, torch.nn.Module]]:
@@ -148,8 +130,7 @@ def _any_model(workload: Workload, ours: Ours, stack: ExitStack, **changes: Any)
 
 def _any_model_of_two_layers(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
     """Allow as many bytes on the device as `enable_activation_offloading` allows itself."""
-    two_layers = 2 * saved_bytes_per_token(workload.shape) * workload.num_tokens
-    return _any_model(workload, ours, stack, policy=ResidentBudget(two_layers))
+    return _any_model(workload, ours, stack, policy=ResidentBudget(2 * workload.layer_bytes))
 
 
 def _offloaded_inputs(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:

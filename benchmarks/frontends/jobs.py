@@ -3,28 +3,24 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import psutil
 import torch
 
 from benchmarks.gradients import fingerprint
-from offload_engine import ResidencyMeter, SavedTensorTracker
+from benchmarks.records import counters_of
+from offload_engine import OffloadConfig
 
 from . import recording
 from .contenders import Ours, make_contender
 from .longest import Trial
 from .settings import engine_host_bytes
-from .workload import Attached, Workload
-
-_LINK_BYTES = 64 << 20
+from .workload import Workload
 
 
 def take_turn(settings: Namespace, name: str) -> dict[str, Any]:
@@ -38,13 +34,11 @@ def take_turn(settings: Namespace, name: str) -> dict[str, Any]:
             workload.step(attached)
         workload.wait()
         _reset_peaks(workload)
-        timings = [workload.timed_step(attached) for _ in range(settings.iters)]
         return {
             "fingerprint": found,
-            "step_ms": [timing.step_ms for timing in timings],
-            "forward_ms": statistics.median(timing.forward_ms for timing in timings),
+            "step_ms": [workload.timed_step(attached) for _ in range(settings.iters)],
             **_memory(workload),
-            **engine_record(attached),
+            "engine": {} if attached.stats() is None else counters_of(attached.stats()),
         }
 
 
@@ -61,38 +55,18 @@ def try_lengths(settings: Namespace, name: str, lengths: tuple[int, ...]) -> lis
         workload.set_length(seq)
         with make_contender(name, _ours(settings), settings.rivals)(workload) as attached:
             _reset_peaks(workload)
-            begin = time.monotonic()
             workload.step(attached)
             workload.wait()
-            seconds = time.monotonic() - begin
             memory, stats = _memory(workload), attached.stats()
         host_bytes = memory["torch_pinned_bytes"] + (0 if stats is None else int(stats.host_bytes))
         peaks = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
-        found.append(Trial(seq, *peaks, host_bytes, seconds))
+        found.append(Trial(seq, *peaks, host_bytes))
     return found
 
 
-def saved_bytes(settings: Namespace, name: str) -> int:
-    """Measure the bytes that a forward saves, each storage once, without weights."""
-    workload, meter = _workload(settings), ResidencyMeter()
-    tracker = SavedTensorTracker(meter, [*workload.model.parameters()])
-    with make_contender(name, _ours(settings), settings.rivals)(workload):
-        workload.step(Attached(around_forward=lambda: tracker))
-    return meter.peak_bytes
-
-
-def measure_link() -> dict[str, Any]:
-    """Measure GB/s of plain pinned copies each way."""
-    from types import SimpleNamespace
-
-    from benchmarks.gpu import machine
-
-    alone: Any = SimpleNamespace(rank=0, barrier=lambda: None)
-    return machine.measure_link(_LINK_BYTES, alone)
-
-
-def measure_recording(settings: Namespace, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_recording(settings: Namespace) -> list[dict[str, Any]]:
     """Measure what it costs to record steps."""
+    lengths = (settings.seq,) if settings.seq else recording.LENGTHS
     return list(recording.measure(_workload(settings), _ours(settings), lengths, settings.rounds))
 
 
@@ -109,11 +83,11 @@ def _workload(settings: Namespace) -> Workload:
 
 
 def _ours(settings: Namespace) -> Ours:
-    engine = {"host_limit_bytes": engine_host_bytes(settings), **settings.engine}
+    config = OffloadConfig(host_limit_bytes=engine_host_bytes(settings))
     if settings.tiny:
-        engine.setdefault("min_tensor_bytes", 0)
+        config = config.replace(min_tensor_bytes=0)
     # The least on the device trains the longest sequence.
-    return Ours(engine, settings.group_bytes, horizon=1 if settings.longest else None)
+    return Ours(config, settings.group_bytes, horizon=1 if settings.longest else None)
 
 
 def _reset_peaks(workload: Workload) -> None:
@@ -135,25 +109,15 @@ def _memory(workload: Workload) -> dict[str, int]:
     }
 
 
-def engine_record(attached: Attached) -> dict[str, Any]:
-    """Return the counters of our engine for its last step."""
-    stats = attached.stats()
-    if stats is None:
-        return {}
-    return {"engine": {name: value for name, value in asdict(stats).items() if isinstance(value, int)}}
-
-
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Use kernels whose result does not depend on the order of atomic additions, to be compared bitwise."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Costs time, and changes nothing that is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(False)

@@ -16,14 +16,12 @@ from benchmarks.apart import Ended, run_apart
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
-from .link_bound import layer_flops, link_bound, longest_possible
-from .longest import Search, predict, predict_seconds
-from .settings import CHECKPOINTED, NEED_GPU, OURS, engine_host_bytes, parse
+from .longest import Search, predict
+from .settings import CHECKPOINTED, OURS, engine_host_bytes, parse
 
 _PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
-_PATIENCE = 2.0  # a trial may take so many times what was predicted: pinning and retries of the allocator vary
 _START_S = 30.0  # for the model of a process
-_LEAST_S = 60.0 + _START_S
+_SHORT_S = 60.0 + _START_S  # for the short steps that a prediction is made from
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +62,7 @@ class Run:
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
+        from . import jobs
         from .report import plot_trade, tables
 
         settings = self._settings
@@ -73,7 +72,8 @@ class Run:
         if settings.longest:
             self._search_longest()
         elif settings.recording:
-            self._measure_recording()
+            found = self._apart("recording", 600.0, jobs.measure_recording, settings)
+            self._records.write(found.value or [])
         else:
             self._measure()
         self._bar.close()
@@ -90,40 +90,20 @@ class Run:
         self._bar.update()
         if ended.failure:
             self._bar.write(f"{name}: {ended.failure}", file=sys.stderr)
-        return ended
-
-    def _present(self) -> list[str]:
-        """Return the contenders that can take part, as far as that is known before they are imported."""
-        absent = [n for n in self._settings.contenders if self._settings.device == "cpu" and n in NEED_GPU]
-        for name in absent:
-            self._note_missing(name, "it makes CUDA streams: it needs a GPU")
-        return [name for name in self._settings.contenders if name not in absent]
-
-    def _note_missing(self, name: str, reason: str) -> None:
-        self._records.write([{"kind": "missing", "label": name, "reason": reason}])
-
-    def _is_missing(self, name: str, ended: Ended) -> bool:
-        """Record a failure; tell whether the contender was not there at all."""
-        kind, _, reason = (ended.failure or "").partition(": ")
-        if ended.failure:
             self._failed.add(name)
-        if kind == "Missing":
-            self._note_missing(name, reason)
-        return kind == "Missing"
+        return ended
 
     # ---- step time and memory ----
 
     def _measure(self) -> None:
         from .report import summarize
 
-        names = self._present()
         reference = None
         for number in range(self._settings.rounds):
-            for name in names:
+            for name in self._settings.contenders:
                 if name not in self._failed:
                     reference = self._turn(name, number, reference)
         self._records.write(summarize(self._records))
-        self._records.write(self._bounds(names))
 
     def _turn(self, name: str, number: int, reference: Any) -> Any:
         """Run one turn; return what others are compared with, of the first turn without offload."""
@@ -133,9 +113,7 @@ class Run:
 
         seconds = self._settings.contender_seconds / self._settings.rounds + _START_S
         ended = self._apart(name, seconds, jobs.take_turn, self._settings, name)
-        found = ended.value or {"step_ms": [], "forward_ms": None}
-        if self._is_missing(name, ended):
-            return reference
+        found = ended.value or {"step_ms": []}
         own = found.pop("fingerprint", None)
         is_reference = reference is None and name == "none"
         reference = own if is_reference else reference
@@ -146,67 +124,38 @@ class Run:
         self._records.write([{**about, "parity": parity, **found}])
         return reference
 
-    def _bounds(self, names: Sequence[str]) -> list[Record]:
-        """Compute what the link allows of what is saved, plain and with checkpointing; without a GPU there is none."""
-        from . import jobs
-
-        summaries = {r["label"]: r for r in self._records.of("summary") if r["step_ms_median"]}
-        labels = [name for name in ("none", "ckpt") if name in summaries and self._settings.device == "cuda"]
-        link: Any = self._apart("link", 120.0, jobs.measure_link).value if labels else None
-        found = []
-        for name in labels if link else []:
-            nbytes = self._apart(f"{name}, saved bytes", 120.0, jobs.saved_bytes, self._settings, name).value
-            if nbytes:
-                forward, step = summaries[name]["forward_ms"], summaries[name]["step_ms_median"]
-                kept = nbytes // self._settings.shape.layers  # the last layer's
-                bound = link_bound(nbytes, kept, forward, step - forward, link["out_gbps"], link["in_gbps"])
-                found.append({"kind": "bound", "label": name, "saved_bytes": nbytes, **bound})
-        return found
-
-    def _measure_recording(self) -> None:
-        from . import jobs
-        from .recording import LENGTHS, TINY_LENGTHS
-
-        settings = self._settings
-        lengths = (settings.seq,) if settings.seq else TINY_LENGTHS if settings.tiny else LENGTHS
-        found = self._apart("recording", 600.0, jobs.measure_recording, settings, lengths)
-        self._records.write(found.value or [])
-
     # ---- the longest sequence ----
 
     def _search_longest(self) -> None:
         # What matters most comes first: those at the end have what time is left.
-        order = sorted(self._present(), key=lambda name: (name != "none", name not in CHECKPOINTED, name not in OURS))
         end = self._begin + self._settings.total_seconds
-        for name in order:
+        for name in sorted(
+            self._settings.contenders, key=lambda name: (name != "none", name not in CHECKPOINTED, name not in OURS)
+        ):
             self._longest(name, min(end, time.perf_counter() + self._settings.contender_seconds))
 
     def _longest(self, name: str, deadline: float) -> None:
-        """Search the longest of one contender; no trial begins that would, by prediction, be over too late."""
+        """Search the longest of one contender; a trial ends at the deadline, and says nothing then."""
         from . import jobs
 
-        settings, begin = self._settings, time.perf_counter()
-        unit, upper = settings.longest_unit, self._upper(name)
+        settings, begin, unit = self._settings, time.perf_counter(), self._settings.longest_unit
         record: Record = {"kind": "longest", "label": name, "trained": 0, "failed": None, "is_final": False}
         record |= {"guess": None, "num_trials": 0, "peak_reserved_bytes": 0, "host_bytes": 0, "reason": None}
-        ended = self._apart(name, _LEAST_S, jobs.try_lengths, settings, name, (unit, unit, 2 * unit))
-        if self._is_missing(name, ended):
-            return
+        ended = self._apart(name, _SHORT_S, jobs.try_lengths, settings, name, (unit, unit, 2 * unit))
         if ended.failure:
             self._records.write([{**record, "reason": ended.failure, "seconds": ended.seconds}])
             return
         _, one, other = ended.value  # kernels are selected in the first
-        search = Search(self._guess(name, one, other, upper), unit, upper)
+        host_bytes = engine_host_bytes(settings) if name in OURS else settings.host_bytes
+        search = Search(predict(one, other, self._device["free_bytes"], host_bytes, name in OURS), unit)
         record["guess"] = search.next_seq
         best, reason = one, None
         while not search.is_final:
-            seq = search.next_seq
-            seconds = predict_seconds(one, other, seq, self._flops)
-            if time.perf_counter() + seconds > deadline:
+            seq, seconds = search.next_seq, deadline - time.perf_counter()
+            if seconds < 0:
                 reason = "there was no time left for it"
                 break
-            limit = _LEAST_S + _PATIENCE * seconds
-            ended = self._apart(f"{name}, {seq:,} tokens", limit, jobs.try_lengths, settings, name, (seq,))
+            ended = self._apart(f"{name}, {seq:,} tokens", seconds, jobs.try_lengths, settings, name, (seq,))
             record["num_trials"] += 1
             reason = ended.failure or reason
             if ended.is_over_time:
@@ -216,21 +165,6 @@ class Run:
         record |= {"trained": search.trained, "failed": search.failed, "is_final": search.is_final, "reason": reason}
         record |= {"peak_reserved_bytes": best.peak_reserved_bytes, "host_bytes": best.host_bytes}
         self._records.write([{**record, "seconds": time.perf_counter() - begin}])
-
-    def _guess(self, name: str, one: Any, other: Any, upper: int) -> int:
-        device_bytes, stays = self._device["free_bytes"], name in OURS
-        host_bytes = engine_host_bytes(self._settings) if stays else self._settings.host_bytes
-        return predict(one, other, device_bytes, host_bytes, upper, stays) if device_bytes else upper
-
-    def _flops(self, seq: int) -> float:
-        length = self._settings.documents or seq
-        return seq // length * layer_flops(self._settings.shape, length)
-
-    def _upper(self, name: str) -> int:
-        settings, device_bytes = self._settings, self._device["free_bytes"]
-        if device_bytes is None:
-            return int(8 * settings.longest_unit)
-        return longest_possible(settings.shape, device_bytes, settings.host_bytes, name in CHECKPOINTED)
 
     def _title(self) -> str:
         shape = self._settings.shape

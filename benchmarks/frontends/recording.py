@@ -20,7 +20,6 @@ from .contenders import Ours
 from .workload import Attached, Workload
 
 LENGTHS = (4096, 8192, 16384)
-TINY_LENGTHS = (64, 128)
 _NUM_STEPS = 6
 _RECORDED = 2  # of a run where one is: the first step after a pause is not like the others
 
@@ -50,15 +49,13 @@ def _take_turns(workload: Workload, handle: Any, found: dict[str, list[float]]) 
 
     note("no step recorded", _run(workload, handle)[1:])
     note("each step recorded", _run(workload, handle, range(_NUM_STEPS))[1:])
-    for file in (None, "step.json.gz"):
-        with TemporaryDirectory() as folder:
-            times = _run(workload, handle, [_RECORDED], Path(folder) / file if file else None)
-            for thread in threading.enumerate():  # the next run begins when the file is written
-                if thread.name == "offload-trace":
-                    thread.join()
-        what = "with a file" if file else "without a file"
-        note(f"one step recorded, {what}", times[_RECORDED : _RECORDED + 1])
-        note(f"the step behind it, {what}", times[_RECORDED + 1 : _RECORDED + 2])
+    with TemporaryDirectory() as folder:
+        times = _run(workload, handle, [_RECORDED], Path(folder) / "step.json.gz")
+        for thread in threading.enumerate():  # the next run begins when the file is written
+            if thread.name == "offload-trace":
+                thread.join()
+    note("one step recorded, with a file", times[_RECORDED : _RECORDED + 1])
+    note("the step behind it", times[_RECORDED + 1 : _RECORDED + 2])
 
 
 def _run(workload: Workload, handle: Any, recorded: Sequence[int] = (), file: Path | None = None) -> list[float]:

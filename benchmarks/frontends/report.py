@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of a run amount to: medians, ratios, bounds, tables and the plot of them. Pure functions."""
+"""What the records of a run amount to: medians, ratios, tables and the plot of them. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _summary(own: Sequence[Record], base: Sequence[float]) -> Record:
     steps = _steps(own)
     measured = [turn for turn in own if turn["step_ms"]]
     parities = [turn["parity"] for turn in own if turn["parity"] and not turn["parity"]["is_reference"]]
-    pinned = [turn["torch_pinned_bytes"] + turn.get("engine", {}).get("host_bytes", 0) for turn in measured]
+    pinned = [turn["torch_pinned_bytes"] + turn["engine"].get("host_bytes", 0) for turn in measured]
     return {
         "kind": "summary",
         "label": own[0]["label"],
@@ -38,13 +38,12 @@ def _summary(own: Sequence[Record], base: Sequence[float]) -> Record:
         "step_ms_min": min(steps, default=None),
         "step_ms_max": max(steps, default=None),
         "ratio": statistics.median(steps) / statistics.median(base) if steps and base else None,
-        "forward_ms": statistics.median(turn["forward_ms"] for turn in measured) if measured else None,
         "is_bitwise_equal": all(parity["is_bitwise_equal"] for parity in parities) if parities else None,
         "num_differing": max((parity["num_differing"] for parity in parities), default=None),
         "pinned_bytes": max(pinned, default=None),
         "failure": next((turn["failure"] for turn in own if turn["failure"]), None),
         **{name: max((turn[name] for turn in measured), default=None) for name in _MEMORY},
-        "engine": measured[-1].get("engine", {}) if measured else {},
+        "engine": measured[-1]["engine"] if measured else {},
     }
 
 
@@ -64,7 +63,7 @@ def _name(record: Record) -> str:
 def _tokens(found: Record) -> str:
     """Format a length; it is proven where the next one, by one unit, was seen to fail."""
     if found["is_final"] and found["trained"]:
-        return f"{found['trained']:,}, proven" if found["failed"] else f"{found['trained']:,}, no longer one was tried"
+        return f"{found['trained']:,}, proven"
     if found["is_final"]:
         return "none"
     return f"at least {found['trained']:,}" if found["trained"] else "not known"
@@ -81,15 +80,6 @@ _STEPS: dict[str, Column] = {
     "pinned": ("pinned_bytes", "MiB"),
     "RSS": ("host_rss_bytes", "MiB"),
     "bitwise": lambda s: f"{s['num_differing']} differ" if s["num_differing"] else shown(s["is_bitwise_equal"]),
-}
-_BOUNDS: dict[str, Column] = {
-    "what the link allows": _name,
-    "saved MiB": ("saved_bytes", "MiB"),
-    "copy-out ms": ("out_ms", ",.1f"),
-    "copy-in ms": ("in_ms", ",.1f"),
-    "compute ms": ("compute_ms", ",.1f"),
-    "bound ms": ("step_ms", ",.1f"),
-    "best of ours": ("best_ms", ",.1f"),
 }
 _LONGEST: dict[str, Column] = {
     "contender": _name,
@@ -113,23 +103,13 @@ _RECORDING: dict[str, Column] = {
 
 def tables(title: str, records: Records, as_markdown: bool) -> list[Table]:
     """Make all tables of these records."""
-    summaries = records.of("summary")
-    bounds = [{**bound, "best_ms": _best(bound["label"] in CHECKPOINTED, summaries)} for bound in records.of("bound")]
     longest = sorted(records.of("longest"), key=lambda one: -one["trained"])
     found: list[tuple[str, dict[str, Column], list[Record]]] = [
-        (f"{title}; memory in MiB, peaks of the timed steps", _STEPS, summaries),
-        ("the same model, by arithmetic from the saved bytes, the link and the run without offload", _BOUNDS, bounds),
+        (f"{title}; memory in MiB, peaks of the timed steps", _STEPS, records.of("summary")),
         (f"{title}; the longest sequence that trains, tokens", _LONGEST, longest),
         (f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", _RECORDING, records.of("recording")),
-        ("not here", {"contender": _name, "why": "reason"}, records.of("missing")),
     ]
     return [table(*one, as_markdown) for one in found]
-
-
-def _best(is_checkpointed: bool, summaries: Sequence[Record]) -> float | None:
-    """Return the step of the fastest of ours that checkpoint, or of those that do not."""
-    alike = [s for s in summaries if s["label"] in OURS and (s["label"] in CHECKPOINTED) == is_checkpointed]
-    return min((s["step_ms_median"] for s in alike if s["step_ms_median"]), default=None)
 
 
 # ---- plots ----

@@ -11,11 +11,10 @@ import functools
 import importlib
 import importlib.util
 import logging
-import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,15 +23,13 @@ import torch
 
 from .workload import Attach, Attached, Workload, attaching
 
-_TE = "needs transformer-engine[pytorch] 2.10 or later"
-
-
-class Missing(Exception):
-    """A contender cannot take part; the message says why, and what would change that."""
-
 
 def load(name: str, folder: Path | None) -> Attach:
-    """Load the contender of this name, of another package than torch."""
+    """Load the contender of this name, of another package than torch.
+
+    Raises:
+        ImportError: if it cannot take part; the message says why, and what would change that.
+    """
     return _LOADERS[name](folder)
 
 
@@ -59,7 +56,7 @@ def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[
         try:
             spec.loader.exec_module(loaded)
         except Exception as error:
-            raise Missing(f"{path} does not load: {error!r}") from error
+            raise ImportError(f"{path} does not load: {error!r}") from error
     return loaded
 
 
@@ -67,7 +64,7 @@ def _import(module: str, hint: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package may fail in any way where a library of the system is missing
-        raise Missing(f"{module}: {type(error).__name__}: {str(error)[:120]}; {hint}") from error
+        raise ImportError(f"{module}: {type(error).__name__}: {str(error)[:120]}; {hint}") from error
 
 
 @contextmanager
@@ -169,40 +166,18 @@ def _around_forward(make: Callable[[torch.nn.Module], Any]) -> Attach:
 # ---- TransformerEngine ----
 
 
-def _load_te_v2(folder: Path | None) -> Attach:
-    if os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1":
-        raise Missing("NVTE_CPU_OFFLOAD_V1=1 is set, which turns it into v1: unset it")
-    module = _import("transformer_engine.pytorch.cpu_offload", hint=_TE)
-    # Two layers stay, as with ours; with one it warns that nothing overlaps.
-    return _around_layers(
-        lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n),
-        # If it raises on entering a layer, its exit never runs: the module would hold the layers' tensors for good.
-        around=lambda: mock.patch.object(module, "OFFLOAD_SYNCHRONIZER", module.OFFLOAD_SYNCHRONIZER),
-    )
+def _load_te(folder: Path | None) -> Attach:
+    hint = "needs transformer-engine[pytorch] 2.10 or later"
+    module = _import("transformer_engine.pytorch.cpu_offload_v1", hint)
 
-
-def _load_te_v1(folder: Path | None) -> Attach:
-    module = _import("transformer_engine.pytorch.cpu_offload_v1", hint=_TE)
-
-    def choose(context: Any, weights: set[int]) -> None:
-        # Its own choice is what modules of TransformerEngine mark, of which this model has none.
-        context.offload_handler.tensor_need_offloading_checker = lambda t: t.untyped_storage().data_ptr() not in weights
-
-    return _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 1, model_layers=n), choose)
-
-
-def _around_layers(
-    make: Callable[[int], Any],
-    choose: Callable[[Any, set[int]], None] = lambda *_: None,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Attach:
     def put(workload: Workload, stack: ExitStack) -> Attached:
         layers = list(workload.layers)
-        if len(layers) < 3:
-            raise RuntimeError(f"it needs 3 layers at least, this model has {len(layers)}")
-        stack.enter_context(around())
-        context, synchronize = make(len(layers))
-        choose(context, {p.untyped_storage().data_ptr() for p in workload.model.parameters()})
+        weights = {p.untyped_storage().data_ptr() for p in workload.model.parameters()}
+        context, synchronize = module.get_cpu_offload_context(
+            True, num_layers=len(layers) - 1, model_layers=len(layers)
+        )
+        # Its own choice is what modules of TransformerEngine mark, of which this model has none.
+        context.offload_handler.tensor_need_offloading_checker = lambda t: t.untyped_storage().data_ptr() not in weights
         stack.callback(_restore_forwards, layers)
         for layer in layers:
             layer.forward = _bracketed(layer.forward, context, synchronize)
@@ -226,6 +201,5 @@ _LOADERS: dict[str, Callable[[Path | None], Attach]] = {
     "verl_ckpt": lambda folder: _load_verl(folder, enable_ckpt=True),
     "trl": _load_trl,
     "torchtune": _load_torchtune,
-    "te_v2": _load_te_v2,
-    "te_v1": _load_te_v1,
+    "te_v1": _load_te,
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flags import add_engine_flag, add_flags, engine_settings, new_parser, positive, refuse, words
+from benchmarks.flags import add_flags, new_parser, positive, refuse, words
 
 # Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
@@ -33,16 +33,12 @@ CONTENDERS = {
     "save": "save_on_cpu(pin_memory=True)",
     "torchtune": "torchtune OffloadActivations",
     "trl": "TRL OffloadActivations",
-    "te_v2": "TransformerEngine get_cpu_offload_context v2",
     "te_v1": "TransformerEngine get_cpu_offload_context v1, filter of weights",
 }
 OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper", "parts"})
 CHECKPOINTED = frozenset(
     name for name, title in CONTENDERS.items() if "checkpointing" in title or "enable_ckpt" in title
 )
-NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"})
-"""They make CUDA streams."""
-
 TINY = dict(hidden=64, ffn=128, heads=4, kv_heads=2, vocab=256)
 
 
@@ -74,7 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; on a mistake end the process with a message, as argparse does.
 
     Returns:
-        The flags by name, with defaults that depend on others filled in, and `shape` and `engine`.
+        The flags by name, with defaults that depend on others filled in, and `shape`.
     """
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -92,19 +88,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         {
             f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
             "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
-            "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
-            "--plot draws step times: it goes without --longest and --recording": (
-                args.plot and (args.longest or args.recording)
-            ),
+            "--longest and --recording need a GPU": (args.longest or args.recording) and args.device == "cpu",
             f"--documents {args.documents} do not divide a sequence of {length:,} tokens": (
                 args.documents and length % args.documents
             ),
         },
     )
-    try:
-        args.engine = engine_settings(args)
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 
@@ -115,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     sizes = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Shape)]
     add_flags(parser, *((size, int, None, "instead of the default, Qwen2-7B's") for size in sizes))
-    add_engine_flag(parser)
     parser.add_argument("--contenders", type=words, default=tuple(CONTENDERS), metavar="A,B", help="in order; else all")
     rivals = "folder with verl/utils/activation_offload.py, trl/models/activation_offloading.py and "
     rivals += "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed"
@@ -126,8 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
         ("--contender-seconds", float, None, "bound of each contender over all its turns (15, with --longest 90)"),
         ("--rivals", Path, None, rivals),
-        ("--recording", bool, False, "what it costs to record steps, at 4096, 8192 and 16384 tokens or at --seq"),
-        ("--longest", bool, False, "find the longest sequence that each contender trains"),
         ("--total-seconds", float, 330.0, "of --longest, which reports what it has found until then"),
         (
             "--documents",
@@ -137,7 +123,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("--json", Path, None, "append one JSON object a figure"),
         ("--markdown", bool, False, "print the tables as Markdown"),
+    )
+    add_flags(
+        parser.add_mutually_exclusive_group(),
         ("--plot", Path, None, "picture of step time and reserved memory"),
+        ("--recording", bool, False, "what it costs to record steps, at 4096, 8192 and 16384 tokens or at --seq"),
+        ("--longest", bool, False, "find the longest sequence that each contender trains"),
     )
     return parser
 
@@ -147,4 +138,4 @@ def engine_host_bytes(args: argparse.Namespace) -> int:
     host_bytes = 0.9 * args.host_bytes
     if args.device == "cpu":  # its host tier is a directory, which others fill, too
         host_bytes = min(host_bytes, 0.5 * shutil.disk_usage(tempfile.gettempdir()).free)
-    return int(args.engine.get("host_limit_bytes", host_bytes))
+    return int(host_bytes)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,22 +25,6 @@ class Attached:
     stats: Callable[[], Any] = lambda: None
     """The engine's `IterationStats` of the last step; None for the others."""
     engine: Any = None
-
-
-class Timing(NamedTuple):
-    """Milliseconds of one step, until the device is done."""
-
-    step_ms: float
-    forward_ms: float
-
-
-class _Moment(NamedTuple):
-    """Stands for an event where there is no GPU."""
-
-    seconds: float
-
-    def elapsed_time(self, other: _Moment) -> float:
-        return (other.seconds - self.seconds) * 1e3
 
 
 class Workload:
@@ -84,9 +68,18 @@ class Workload:
         return self.model.layers
 
     @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens of the sequence."""
-        return self.tokens.numel()
+    def layer_bytes(self) -> int:
+        """Return the bytes that a layer saves in bf16 without checkpointing, each storage once.
+
+        - two RMS norms: the input in fp32, its reciprocal root in fp32, the normalised input and the output in bf16;
+        - attention: query, key and value after rotation, the output, and the logarithms of the kernel in fp32;
+        - MLP: gate, its activation, up, and the product of the two.
+        """
+        shape, fp32, bf16 = self.shape, 4, 2
+        norm = (fp32 + 2 * bf16) * shape.hidden + fp32
+        key_value = 2 * shape.hidden // shape.heads * shape.kv_heads * bf16
+        attention = 2 * shape.hidden * bf16 + key_value + shape.heads * fp32
+        return (2 * norm + attention + 4 * shape.ffn * bf16) * self.tokens.numel()
 
     def set_length(self, seq: int) -> None:
         """Draw new random tokens, [1, seq]."""
@@ -96,7 +89,7 @@ class Workload:
         sizes = (seq, self.shape.hidden)
         self._weights = [torch.randn(n, generator=generator, device=self.device, dtype=dtype).div_(n) for n in sizes]
 
-    def step(self, attached: Attached, on_forward: Callable[[], None] = lambda: None) -> torch.Tensor:
+    def step(self, attached: Attached) -> torch.Tensor:
         """Run forward and backward; return the loss.
 
         Gradients stay allocated, as they do where several microbatches add to them: else the memory of a step would
@@ -106,24 +99,19 @@ class Workload:
         with attached.around_step():
             with attached.around_forward():
                 loss = self._loss()
-            on_forward()
             loss.backward()
         return loss.detach()
 
-    def timed_step(self, attached: Attached) -> Timing:
-        """Run and time one step, from an idle device to an idle device."""
-        after_forward: list[Any] = []
+    def timed_step(self, attached: Attached) -> float:
+        """Run one step; return its milliseconds, from an idle device to an idle device."""
         self.wait()
-        host_begin = time.perf_counter()
-        begin = self.stamp()
-        self.step(attached, on_forward=lambda: after_forward.append(self.stamp()))
+        begin = time.perf_counter()
+        self.step(attached)
         self.wait()
-        return Timing((time.perf_counter() - host_begin) * 1e3, begin.elapsed_time(after_forward[0]))
+        return (time.perf_counter() - begin) * 1e3
 
     def stamp(self) -> Any:
-        """Mark this point of the current stream; without a GPU, of time."""
-        if not self.is_cuda:
-            return _Moment(time.perf_counter())
+        """Mark this point of the current stream, on a GPU."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.records import Records, first_prediction
+from benchmarks.budgets import decision_of, first_prediction, spread
+from benchmarks.records import Records
 from benchmarks.tables import Column, Record, shown
 
 from .contenders import Ours
@@ -16,6 +17,7 @@ from .settings import Entry
 
 _SETTLED = 3
 """From this planned step on none may hold more than its budget."""
+_DECIDED = ("predicted_bytes", "predicted_ms", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
 
 
 class Budget(Ours):
@@ -27,34 +29,15 @@ class Budget(Ours):
 
     def is_ready(self) -> bool:
         budget = self._engine().budget
-        summary = budget.summary
-        self._steps.append(
-            {
-                "state": budget.state.name,
-                "held_bytes": _held_bytes(self._engine()),
-                "predicted_bytes": summary and summary.predicted_peak_bytes,
-                "predicted_ms": summary and summary.predicted_step_ms,
-            }
-        )
+        free, total = torch.cuda.mem_get_info()
+        self._steps.append({"state": budget.state.name, "held_bytes": total - free, **decision_of(budget)})
         return bool(budget.is_settled)
 
     def details(self) -> Record:
-        budget, summary = self._engine().budget, self._engine().budget.summary
-        names = ("predicted_peak_bytes", "predicted_step_ms", "kept_bytes", "offloaded_bytes", "recomputed_bytes")
-        found = {name: getattr(summary, name) for name in (*names, "lowest_bytes", "lowest_step_ms")}
+        budget = self._engine().budget
         planning = {"planning_ms": budget.planning_ms, "planning_steps": budget.num_planning_steps}
         own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps}
-        return {"budget": {**own, **planning, **found}}
-
-    def _gpu_budget(self) -> str | int | None:
-        return self.entry.gpu_budget or ("auto" if torch.cuda.is_available() else 1 << 40)
-
-
-def _held_bytes(engine: Any) -> int:
-    if not torch.cuda.is_available():
-        return int(engine.stats.peak_resident_bytes)
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
+        return {"budget": {**own, **planning, **decision_of(budget)}}
 
 
 def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
@@ -65,10 +48,12 @@ def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
     least = max(turn["budget"]["lowest_bytes"] for turn in turns if turn["contender"] == "budget")
     most = max(held_bytes(turn) for turn in turns if turn["contender"] == "none")
     least += max(0, most - least) // 16  # what is predicted and has not run may be above that
-    spread = [least + max(0, most - least) * index // max(1, num - 1) for index in range(num)]
     recomputing = (held_bytes(turn) for turn in turns if turn["contender"] == "recompute")
     equal = [nbytes for nbytes in [max(recomputing, default=0)] if nbytes > least]
-    return [Entry("budget", engine=(("gpu_budget", nbytes),)) for nbytes in dict.fromkeys([*spread, *equal])]
+    return [
+        Entry("budget", engine=(("gpu_budget", nbytes),))
+        for nbytes in dict.fromkeys([*spread(least, most, num), *equal])
+    ]
 
 
 def held_bytes(turn: Mapping[str, Any]) -> int:
@@ -100,18 +85,16 @@ def budgets(summaries: Sequence[Record], records: Records) -> list[Record]:
 
 def _prediction(turn: Record) -> Record:
     details = turn["budget"]
-    planned = [step for step in details["steps"] if step["predicted_bytes"] is not None]
+    planned = [step for step in details["steps"] if "predicted_bytes" in step]
     limit = details["gpu_budget"]
     late = [step["held_bytes"] for step in planned[_SETTLED - 1 :]]
-    names = ("planning_ms", "planning_steps", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
+    names = ("planning_ms", "planning_steps", *_DECIDED)
     return {
         "kind": "budget",
         "budget_bytes": limit,
         **first_prediction(details["steps"]),
-        "predicted_bytes": details["predicted_peak_bytes"],
-        "predicted_ms": details["predicted_step_ms"],
         "is_above": limit is not None and max([held_bytes(turn), *late]) > limit,
-        **{name: details[name] for name in names},
+        **{name: details.get(name) for name in names},  # none where no decision came
     }
 
 

@@ -21,14 +21,14 @@ stream that does them.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
 import torch
+
+from benchmarks.records import counters_of
 
 from .copies import CopyCounter
 from .recomputation import FULL, Recomputation, selective
@@ -43,7 +43,6 @@ _CACHED = {
     "offload_moe_act": "moe_act",
     "offload_fused_group_mlp": "fused_group_mlp",
 }
-_OF_LAYERS = {"offload_attn_norm": "attn_norm", "offload_mlp_norm": "mlp_norm"}
 
 
 class Contender:
@@ -91,18 +90,17 @@ class Contender:
 class Ours(Contender):
     """The engine, through `megatron_patches`."""
 
-    def __init__(self, entry: Entry, chunks: Sequence[Any], settings: Mapping[str, Any]) -> None:
-        super().__init__(entry, chunks)
-        self._settings = dict(settings)
-        self._handle: Any = None
+    _handle: Any = None
 
     def attach(self) -> None:
         import megatron_patches
         from offload_engine import OffloadConfig
 
         super().attach()
-        config = OffloadConfig.from_flags(**self._settings)
-        self._handle = megatron_patches.apply(config, modules=self.entry.modules, gpu_budget=self._gpu_budget())
+        settings = dict(self.entry.engine)
+        budget = settings.pop("gpu_budget", "auto" if self.entry.kind == "budget" else None)
+        config = OffloadConfig.from_flags(**settings)
+        self._handle = megatron_patches.apply(config, modules=self.entry.modules, gpu_budget=budget)
 
     def detach(self) -> None:
         if self._handle is not None:
@@ -110,20 +108,17 @@ class Ours(Contender):
             self._handle = None
         super().detach()
 
-    def _gpu_budget(self) -> str | int | None:
-        return None
-
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
         device = self._engine().device
         out, back = device.copy_out, device.copy_in
 
         def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
-            with counter.copy(True, sum(target.nbytes for _, target in copies), stream, len(copies)):
+            with counter.copy("out", sum(target.nbytes for _, target in copies), stream):
                 return out(stream, copies)
 
         def copy_in(stream: Any, copies: Sequence[tuple[Any, torch.Tensor]]) -> Any:
-            with counter.copy(False, sum(source.nbytes for source, _ in copies), stream, len(copies)):
+            with counter.copy("in", sum(source.nbytes for source, _ in copies), stream):
                 return back(stream, copies)
 
         with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in):
@@ -132,10 +127,8 @@ class Ours(Contender):
     def moved(self, counter: CopyCounter) -> dict[str, Any]:
         stats = self._engine().stats
         return counter.moved(
-            is_confirmed=stats.copied_out_bytes == counter.out.nbytes > 0,
-            host_bytes_max=stats.peak_host_bytes,
-            prefetch_misses=stats.prefetch_misses,
-            engine={name: value for name, value in asdict(stats).items() if isinstance(value, int)},
+            is_confirmed=stats.copied_out_bytes == counter.nbytes["out"] > 0,
+            engine=counters_of(stats),
         )
 
     def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
@@ -155,8 +148,7 @@ class Incumbent(Contender):
         if os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
             raise RuntimeError("the incumbent needs NVTE_CPU_OFFLOAD_V1=1 in the environment from the start")
         super().attach()
-        places = switch_incumbent(self._chunks, self.entry.modules)
-        self._details = {f"places_{name}": count for name, count in places.items()}
+        switch_incumbent(self._chunks, self.entry.modules)
         _manager_class().OFFLOAD_MGR = None  # the first step makes a new one, and records the chunks in it
 
     def detach(self) -> None:
@@ -175,56 +167,39 @@ class Incumbent(Contender):
         offload, reload = Handler.offload, Handler.reload
 
         def counted_offload(handler: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            with counter.copy(True, tensor.nbytes, torch.cuda.current_stream()):
+            with counter.copy("out", tensor.nbytes, torch.cuda.current_stream()):
                 return offload(handler, tensor, *args, **kwargs)
 
         def counted_reload(handler: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            stream = torch.cuda.current_stream()
-            counter.misses += stream != handler.h2d_stream  # in line, when autograd asked for it
-            with counter.copy(False, state[1].nbytes, stream):
+            with counter.copy("in", state[1].nbytes, torch.cuda.current_stream()):
                 return reload(handler, state, *args, **kwargs)
 
         with mock.patch.multiple(Handler, offload=counted_offload, reload=counted_reload):
             yield
 
-    def moved(self, counter: CopyCounter) -> dict[str, Any]:
-        return counter.moved(engine=self._details)
+
+def make_contender(entry: Entry, chunks: Sequence[Any]) -> Contender:
+    """Make the contender of an entry of the command line."""
+    from .budget import Budget
+
+    return {"budget": Budget, "ours": Ours, "incumbent": Incumbent}.get(entry.kind, Contender)(entry, chunks)
 
 
-def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any]) -> Contender:
-    """Make the contender of an entry of the command line; its own settings override `engine`."""
-    if entry.kind == "budget":
-        from .budget import Budget
-
-        return Budget(entry, chunks, engine)
-    if entry.kind == "ours":
-        return Ours(entry, chunks, {**engine, **dict(entry.engine)})
-    return (Incumbent if entry.kind == "incumbent" else Contender)(entry, chunks)
-
-
-def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> Counter[str]:
-    """Set megatron-core's own offload to exactly these modules; return in how many places each of them is now."""
+def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> None:
+    """Set megatron-core's own offload to exactly these modules."""
     submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     for config in {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values():
         if hasattr(config, "fine_grained_activation_offloading"):
             config.fine_grained_activation_offloading = bool(modules)
             config.offload_modules = list(modules)
-    places: Counter[str] = Counter()
     for module in submodules:
-        places.update(_switch_module(module, modules))
-    return places
-
-
-def _switch_module(module: Any, modules: Sequence[str]) -> list[str]:
-    if hasattr(module, "_set_offload_modules"):
-        module._set_offload_modules()
-        return [name for attribute, name in _OF_LAYERS.items() if getattr(module, attribute)]
-    own = {attribute: name for attribute, name in _CACHED.items() if attribute in vars(module)}
-    for attribute, name in own.items():
-        setattr(module, attribute, name in modules)
-    if "offload_expert_fc1" in own and hasattr(module.linear_fc1, "save_original_input"):
-        module.linear_fc1.save_original_input = "expert_fc1" in modules
-    return [name for name in own.values() if name in modules]
+        if hasattr(module, "_set_offload_modules"):  # a layer reads its names from the configuration
+            module._set_offload_modules()
+            continue
+        for attribute in _CACHED.keys() & vars(module).keys():
+            setattr(module, attribute, _CACHED[attribute] in modules)
+        if "offload_expert_fc1" in vars(module) and hasattr(module.linear_fc1, "save_original_input"):
+            module.linear_fc1.save_original_input = "expert_fc1" in modules
 
 
 def _manager_class() -> Any:

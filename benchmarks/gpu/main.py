@@ -15,20 +15,16 @@ from typing import Any
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
-from .settings import in_turn, parse
+from .settings import ENVIRONMENT, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
-_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "model", "deterministic")
+_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "model")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse(arguments)
-    # Every preset is for one host, which need not have a network that gloo could find.
-    defaults = {"NVTE_CPU_OFFLOAD_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if settings.deterministic:
-        defaults |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-    for name, value in defaults.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import torch  # only now: what it and TransformerEngine read from the environment is set
 
@@ -37,39 +33,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .model import start_ranks
 
-    ranks = start_ranks(settings.shape, settings.deterministic)
+    ranks = start_ranks(settings.shape)
     status = Run(settings, ranks).execute()
     torch.distributed.destroy_process_group()  # not after an exception: it would wait for ranks that wait for this one
     return status
 
 
 class Run:
-    """One run on this rank. Rank 0 writes the records of all, each as soon as it is there."""
+    """One run on this rank. Each has the records of all, which rank 0 writes as soon as they are there."""
 
     def __init__(self, settings: argparse.Namespace, ranks: Any) -> None:
         from tqdm import tqdm
 
         from offload_engine import OffloadConfig
 
-        from .measure import Bench, CudaGauge
+        from .measure import Bench
         from .model import Training, build_chunks, make_config
 
         self._settings = settings
         self._ranks = ranks
         self._begin = time.perf_counter()
         self._records = Records(settings.json if ranks.rank == 0 else None)
-        self._own_turns: list[Record] = []
         self._failed: set[str] = set()
         self._contenders: list[Any] = []
         for entry in settings.entries:  # mistakes, before the model is made
-            OffloadConfig.from_flags(**settings.engine | dict(entry.engine))
+            OffloadConfig.from_flags(**dict(entry.engine))
         self._turn_steps = settings.warmup + 1 + settings.iters
         num_steps = settings.rounds * len(settings.entries) * self._turn_steps
         self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
-        config = make_config(settings.shape, settings.deterministic, **settings.model)
+        config = make_config(settings.shape, **settings.model)
         self._chunks = build_chunks(settings.shape, config)
-        training, counts = Training(settings.shape, self._chunks), (settings.warmup, settings.iters)
-        self._bench = Bench(training, ranks, CudaGauge(), *counts, self._show)
+        training = Training(settings.shape, self._chunks)
+        self._bench = Bench(training, ranks, settings.warmup, settings.iters, self._show)
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
@@ -94,7 +89,8 @@ class Run:
         records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
         if settings.trade_plot and found:
             report.plot_trade(found, settings.trade_plot)
-        show(*report.tables(self._title(), records))
+        run = records[0]
+        show(*report.tables(f"setup {settings.setup}, {run['world_size']} x {run['device']}", records))
 
     def _measure_machine(self) -> None:
         from . import machine
@@ -113,7 +109,9 @@ class Run:
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
         for number in range(self._settings.rounds):
-            for contender in in_turn(self._contenders, number, self._settings.rotate):
+            # The first one finds the GPU as the pause left it.
+            first = number % len(self._contenders) if self._settings.rotate else 0
+            for contender in self._contenders[first:] + self._contenders[:first]:
                 if contender.entry.label not in self._failed:
                     self._turn(contender, number)
             if number == 0 and self._settings.budgets:
@@ -122,14 +120,13 @@ class Run:
     def _add(self, entries: Sequence[Any]) -> None:
         from .contenders import make_contender
 
-        self._contenders += [make_contender(entry, self._chunks, self._settings.engine) for entry in entries]
+        self._contenders += [make_contender(entry, self._chunks) for entry in entries]
 
     def _add_budgets(self) -> None:
-        """Add contenders for budgets, the same on all ranks. Collective."""
+        """Add contenders for budgets, the same on all ranks: each has the records of all."""
         from .budget import entries_between
 
-        turns = [turn for turns in self._ranks.gather(self._own_turns) for turn in turns]
-        entries = entries_between(turns, self._settings.budgets)
+        entries = entries_between(self._records.of("turn"), self._settings.budgets)
         self._bar.total += len(entries) * (self._settings.rounds - 1) * self._turn_steps
         self._add(entries)
 
@@ -144,7 +141,6 @@ class Run:
             self._bar.write(f"{label} failed: {error!r}", file=sys.stderr)
             self._publish([{"kind": "failure", "label": label, "round": number, "error": repr(error)}])
             return
-        self._own_turns.append(record)
         self._publish([record])
 
     def _show(self, what: str) -> None:
@@ -152,12 +148,8 @@ class Run:
         self._bar.update()
 
     def _publish(self, own: list[Record]) -> None:
-        """Gather the records of all ranks on rank 0. Collective."""
+        """Gather the records of all ranks, which rank 0 writes. Collective."""
         self._records.write(record for records in self._ranks.gather(own) for record in records)
-
-    def _title(self) -> str:
-        run = self._records[0]
-        return f"setup {self._settings.setup}, {run['world_size']} x {run['device']}"
 
     def _description(self) -> Record:
         import torch

@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
         dist.barrier(group=self.records)
 
 
-def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
+def start_ranks(shape: Shape) -> Ranks:
     """Join the processes of torchrun (or stand alone) and set up megatron-core's parallel state."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -48,19 +48,19 @@ def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
     parallel_state.initialize_model_parallel(
         1, shape.pp, virtual_pipeline_model_parallel_size=shape.vpp or None, expert_model_parallel_size=shape.ep
     )
-    if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Costs time, and changes nothing that is read.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
 
 
-def make_config(shape: Shape, deterministic: bool, **more: Any) -> Any:
+def make_config(shape: Shape, **more: Any) -> Any:
     """Make the TransformerConfig, with every kind of offload and of recomputation off; `more` are fields of it."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if shape.experts:
+        more |= {"num_moe_experts": shape.experts, "moe_router_topk": shape.topk, "moe_grouped_gemm": True}
+        more |= {"moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": shape.moeffn or shape.ffn}
+        more |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
     config_class = MLATransformerConfig if more.get("multi_latent_attention") else TransformerConfig
     config = config_class(
         num_layers=shape.layers,
@@ -84,24 +84,10 @@ def make_config(shape: Shape, deterministic: bool, **more: Any) -> Any:
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=not shape.vpp,
         overlap_p2p_comm=bool(shape.vpp),
-        deterministic_mode=deterministic,
-        **(_expert_settings(shape) if shape.experts else {}),
         **more,
     )
     config.autocast_dtype = torch.bfloat16
     return config
-
-
-def _expert_settings(shape: Shape) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=shape.experts,
-        moe_router_topk=shape.topk,
-        moe_grouped_gemm=True,
-        moe_token_dispatcher_type="alltoall",
-        moe_ffn_hidden_size=shape.moeffn or shape.ffn,
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=1e-2,
-    )
 
 
 def build_chunks(shape: Shape, config: Any) -> list[torch.nn.Module]:

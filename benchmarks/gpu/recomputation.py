@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Every layer, one by one."""
@@ -20,22 +21,13 @@ def _always(module: Any) -> bool:
     return True
 
 
-def _has_norm(name: str) -> Callable[[Any], bool]:
-    def has_norm(layer: Any) -> bool:
-        from megatron.core.transformer.identity_op import IdentityOp
-
-        return not isinstance(getattr(layer, name), IdentityOp)
-
-    return has_norm
-
-
 # Name in recompute_modules -> attribute of a module -> whether it is set there.
 _CACHED: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "core_attn": {"checkpoint_core_attention": _always},
     "moe_act": {"activation_recompute": _always},
     "layernorm": {
-        "recompute_input_layernorm": _has_norm("input_layernorm"),
-        "recompute_pre_mlp_layernorm": _has_norm("pre_mlp_layernorm"),
+        "recompute_input_layernorm": lambda layer: not isinstance(layer.input_layernorm, IdentityOp),
+        "recompute_pre_mlp_layernorm": lambda layer: not isinstance(layer.pre_mlp_layernorm, IdentityOp),
     },
     "mlp": {"recompute_mlp": lambda layer: not layer.is_moe_layer},
     "moe": {"moe_layer_recompute": _always},

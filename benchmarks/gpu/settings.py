@@ -7,13 +7,11 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.flags import (
-    add_engine_flag,
     add_flags,
     assignment,
-    engine_settings,
     new_parser,
     output_file,
     positive,
@@ -21,11 +19,13 @@ from benchmarks.flags import (
     words,
 )
 
-T = TypeVar("T")
-
 KINDS = ("none", "ours", "incumbent", "recompute")
 _OFFLOAD = ("ours", "incumbent")
-BF16_BYTES = 2
+
+ENVIRONMENT = {
+    "NVTE_CPU_OFFLOAD_V1": "1",  # TransformerEngine's first hooks, which megatron-core's offload needs
+    "GLOO_SOCKET_IFNAME": "lo",  # every preset is for one host, which need not have a network that gloo could find
+}
 
 LATENTS: dict[str, Any] = {
     **{"multi_latent_attention": True, "rope_type": "rope", "q_lora_rank": 1536, "kv_lora_rank": 512},
@@ -36,8 +36,6 @@ LATENTS: dict[str, Any] = {
 RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
 """What can be recomputed beside offload: values of `recompute_modules`."""
 
-# What megatron-core's own offload calls what the project's table of modules names otherwise.
-_INCUMBENT_NAMES = {"attn_linear": "attn_proj", "core_attention": "core_attn", "router_fc1": "expert_fc1"}
 _INCUMBENT_KNOWS = frozenset(
     {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"}
 )
@@ -65,7 +63,7 @@ class Shape:
     @property
     def activation_bytes(self) -> int:
         """Return the bytes of one [sequence, batch, hidden] activation in bf16."""
-        return self.seq * self.mbs * self.hidden * BF16_BYTES
+        return 2 * self.seq * self.mbs * self.hidden
 
 
 _FIELDS = {
@@ -77,29 +75,21 @@ _FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A preset: how many GPUs, which model, which modules."""
-
-    num_gpus: int
-    shape: Shape
-    modules: tuple[str, ...]
-
-
 _DENSE = Shape()
 _MOE = Shape(layers=6, ffn=8192, experts=8, topk=2, moeffn=8192)
 # Many small experts: the layout of the published results, and as many of its layers as two GPUs do in a second.
 _FINE = Shape(layers=16, hidden=2048, heads=16, experts=64, topk=6, moeffn=1408, ffn=5632, seq=4096, mbs=2, nmb=8)
 _TWO_STAGES: dict[str, Any] = dict(layers=8, nmb=8, pp=2, vpp=2)
 SETUPS = {
-    "a": Setup(1, _DENSE, ("qkv_linear",)),
-    "b": Setup(1, _MOE, ("core_attn",)),
-    "c-dense": Setup(2, dataclasses.replace(_DENSE, **_TWO_STAGES), ("qkv_linear",)),
-    "c-moe": Setup(2, dataclasses.replace(_MOE, **_TWO_STAGES), ("qkv_linear",)),
-    "d": Setup(8, dataclasses.replace(_MOE, **_TWO_STAGES, ep=4), ("qkv_linear",)),
-    "fine-8": Setup(8, dataclasses.replace(_FINE, pp=2, vpp=2, ep=4), ("qkv_linear",)),
-    "fine-2": Setup(2, dataclasses.replace(_FINE, layers=8, nmb=4, ep=2), ("qkv_linear",)),
+    "a": _DENSE,
+    "b": _MOE,
+    "c-dense": dataclasses.replace(_DENSE, **_TWO_STAGES),
+    "c-moe": dataclasses.replace(_MOE, **_TWO_STAGES),
+    "d": dataclasses.replace(_MOE, **_TWO_STAGES, ep=4),
+    "fine-8": dataclasses.replace(_FINE, pp=2, vpp=2, ep=4),
+    "fine-2": dataclasses.replace(_FINE, layers=8, nmb=4, ep=2),
 }
+"""Presets, each for as many GPUs as it has pipeline stages times ranks of experts."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +126,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; on a mistake end the process with a message, as argparse does.
 
     Returns:
-        The flags by name, and `shape`, `entries`, `engine` and `model` (fields of TransformerConfig).
+        The flags by name, and `shape`, `entries` and `model` (fields of TransformerConfig).
     """
     parser = _parser()
     args = parser.parse_args(arguments)
-    preset = SETUPS[args.setup]
     changes = {f.name: value for f in dataclasses.fields(Shape) if (value := getattr(args, f.name)) is not None}
     try:
-        args.shape = dataclasses.replace(preset.shape, **changes)
-        args.entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
-        args.engine = engine_settings(args)
+        args.shape = dataclasses.replace(SETUPS[args.setup], **changes)
+        args.entries = make_entries(words(args.contenders), args.modules or ["qkv_linear"])
         args.model = {**_overlap(args), **(LATENTS if args.latents else {})}
     except ValueError as error:
         parser.error(str(error))
@@ -197,9 +185,8 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
 
 
 def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that megatron-core's own offload has for these, without those it cannot offload."""
-    translated = [_INCUMBENT_NAMES.get(name, name) for name in names]
-    known = tuple(name for name in translated if name in _INCUMBENT_KNOWS)
+    """Return those of the names that megatron-core's own offload can offload."""
+    known = tuple(name for name in names if name in _INCUMBENT_KNOWS)
     if not known:
         raise ValueError(f"the incumbent offloads none of {', '.join(names)}: leave it out of --contenders")
     if "attn_proj" in known and "core_attn" not in known:
@@ -217,24 +204,19 @@ def _overlap(args: argparse.Namespace) -> dict[str, bool]:
     return {"overlap_moe_expert_parallel_comm": True}
 
 
-def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
-    """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
-    first = number % len(contenders) if rotate else 0
-    return (*contenders[first:], *contenders[:first])
-
-
 def _parser() -> argparse.ArgumentParser:
     what = "This engine, no offload, megatron-core's own and its full recomputation, in turns, on GPUs."
     parser = new_parser("gpu", what)
-    presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
-    parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
+    presets = ", ".join(f"{name}: {shape.pp * shape.ep}" for name, shape in SETUPS.items())
+    parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset, each for a number of GPUs ({presets})")
     add_flags(
         parser, *((f"--{name}", int, None, f"{what}; of the setup unless given") for name, what in _FIELDS.items())
     )
-    modules = "to offload; if repeated, ours and the incumbent run once for each set. After a plus: to recompute "
-    modules += f"({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine"
+    modules = "to offload (qkv_linear); if repeated, ours and the incumbent run once for each set. After a plus: to "
+    modules += (
+        f"recompute ({', '.join(RECOMPUTABLE)}); after an @: settings of ours, arguments of OffloadConfig.from_flags"
+    )
     parser.add_argument("--modules", action="append", metavar="A,B[+C,D][@E=F]", help=modules)
-    add_engine_flag(parser)
     kinds = f"in order, of {', '.join(KINDS)} ("
     add_flags(
         parser,
@@ -245,7 +227,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--rotate", bool, False, "each round begins with the next contender: A B C, B C A, C A B"),
         ("--iters --iters-per-round", positive, 4, "timed steps of a turn"),
         ("--warmup", positive, 2, "steps before the turn's peaks are reset"),
-        ("--deterministic", bool, False, "deterministic kernels wherever there are any"),
         ("--no-micro", bool, False, "skip the measurements of the machine: link, pinning, group"),
         (
             "--budgets --budget-curve",

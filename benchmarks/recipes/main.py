@@ -10,27 +10,24 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.apart import Apart
+from benchmarks.gpu.settings import ENVIRONMENT
 from benchmarks.records import Records, provenance
 from benchmarks.tables import MIB, Column, Record, show, table
 
 from .settings import parse
 
 SECONDS, HOST_BYTES = 240.0, 100 << 30  # of one process
-_ENVIRONMENT = {
-    "NVTE_CPU_OFFLOAD_V1": "1",  # TransformerEngine's first hooks, which megatron-core's offload needs
-    "GLOO_SOCKET_IFNAME": "lo",  # one process needs no network that gloo could find
-}
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 _IMPORTS = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.extensions.transformer_engine")
 _COLUMNS: dict[str, Column] = {
     "contender": "contender",
     "failure": "failure",
-    "step ms": lambda record: f"{_median(record, 'step_ms'):.1f}",
-    "host ms": lambda record: f"{_median(record, 'host_ms'):.1f}",
+    "step ms": lambda record: _in_words(record.get("step_ms")),
+    "host ms": lambda record: _in_words(record.get("host_ms")),
     "reserved MiB": ("reserved_bytes", "MiB"),
     "allocated MiB": ("allocated_bytes", "MiB"),
     "on host MiB": ("moved_bytes", "MiB"),
-    "around a replay us": lambda record: _mean_and_median(record.get("around_replays_us")),
+    "around a replay us": lambda record: _in_words(record.get("around_replays_us")),
     "loss": ("loss", ".6f"),
 }
 _SUMMARY: dict[str, Column] = {
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .training import measure
 
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     records = Records(settings.json)
     jobs = settings.jobs * settings.rounds
@@ -94,9 +91,5 @@ def summarize(turns: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _mean_and_median(values: Sequence[float] | None) -> str:
-    return f"{statistics.mean(values):.1f}, median {statistics.median(values):.1f}" if values else ""
-
-
-def _median(record: Record, field: str) -> float:
-    return statistics.median(record.get(field, [0.0]))
+def _in_words(values: Sequence[float] | None) -> str:
+    return f"{statistics.median(values):.1f}, mean {statistics.mean(values):.1f}" if values else ""

@@ -84,8 +84,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(arguments)
     recipe = _RECIPES[args.graphs]
-    shape = replace(SETUPS[args.setup or recipe.setup].shape, pp=1, vpp=0, ep=1)
-    shape = replace(shape, **{name: value for name in ("layers", "nmb", "seq") if (value := getattr(args, name))})
+    shape = replace(SETUPS[recipe.setup], pp=1, vpp=0, ep=1)
+    shape = replace(shape, layers=args.layers or shape.layers)
     try:
         contenders = [_contender(text) for text in args.contenders]
     except ValueError as error:
@@ -117,10 +117,9 @@ def _contender(text: str) -> Entry:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("recipes", _DESCRIPTION)
-    graphs = "what is captured: nothing, parts of layers (by TransformerEngine), or the whole step"
+    graphs = "what is captured: nothing (of setup b), parts of layers (by TransformerEngine; fine-2), or a step (a)"
     parser.add_argument("--graphs", choices=sorted(_RECIPES), default="none", help=f"{graphs} (default none)")
     parser.add_argument("--scopes", nargs="+", metavar="NAME", help="captured parts (default attn moe_router)")
-    parser.add_argument("--setup", choices=SETUPS, help="model, on one GPU (default b; of layers fine-2, of a step a)")
     parser.add_argument("--modules", nargs="+", metavar="NAME", help="to offload")
     parser.add_argument("--recompute", nargs="+", default=[], metavar="NAME", help="recomputed by every contender")
     parser.add_argument("--sharding", choices=SHARDINGS, help="under Megatron-FSDP, with this strategy")
@@ -130,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--latents", bool, False, "multi-latent attention, in which all norms are modules of their own"),
         ("--rounds", positive, 2, "turns of each contender"),
         ("--iters", positive, 8, "timed steps of a turn"),
-        *((f"--{name}", int, None, "in place of the setup's") for name in ("layers", "nmb", "seq")),
+        ("--layers", int, None, "of the model, in place of the setup's"),
         ("--json", output_file, None, "append a record of each turn to this file"),
     )
     return parser

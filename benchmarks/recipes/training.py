@@ -25,7 +25,7 @@ def measure(job: Job) -> dict[str, Any]:
     from benchmarks.gpu.measure import timed_steps
     from benchmarks.gpu.model import start_ranks
 
-    ranks = start_ranks(job.shape, deterministic=False)
+    ranks = start_ranks(job.shape)
     assert ranks.world_size == 1
     with _offload(job) as find_engine, contextlib.redirect_stdout(io.StringIO()):
         training = _Training(job)
@@ -39,7 +39,7 @@ def measure(job: Job) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         training.step()
         engine = find_engine()
-        step_ms, host_ms, losses = timed_steps(job.num_steps, training.step, torch.cuda.synchronize)
+        step_ms, host_ms, losses = timed_steps(job.num_steps, training.step)
         found = {
             "step_ms": step_ms,
             "host_ms": host_ms,
@@ -112,7 +112,7 @@ class _Training:
         torch.manual_seed(1)
         trackers = {"te_rng_tracker": self._has_layers, "use_cudagraphable_rng": job.graphs == "step"}
         model_parallel_cuda_manual_seed(1, **trackers, force_reset_rng=True)
-        self._config = make_config(job.shape, False, **fields)
+        self._config = make_config(job.shape, **fields)
         self._chunks = with_gradients(build_chunks(job.shape, self._config), self._config, job)
         self._training = Training(job.shape, self._chunks, keeps_gradients=True)
         self._graphs: Any = None

@@ -124,7 +124,7 @@ MEASURED = {
 def test_figures_of_h200(setup: str) -> None:
     """Peaks within 0.1%, the step within 3%; with everything offloaded, which the link bounds, within 10%."""
     logging.disable(logging.WARNING)
-    shape, num_gpus = SETUPS[setup].shape, SETUPS[setup].num_gpus
+    shape, num_gpus = SETUPS[setup], SETUPS[setup].pp
     forecast = forecast_job(_job_of(shape, num_gpus), find_hardware(f"h200x{num_gpus}"))
     peaks = [[rank.ways[way].peak_bytes // MIB for rank in forecast.ranks] for way in (0, 1)]
     found = (*peaks, *(step.milliseconds for step in forecast.steps[:2]))
@@ -143,7 +143,7 @@ def test_what_is_held_at_32768_tokens() -> None:
             held[place] = max(nbytes, held.get(place, 0))
     found = []
     for setup, way in held:
-        shape = dataclasses.replace(SETUPS[setup].shape, seq=32_768, nmb=1, vocab=8_192)
+        shape = dataclasses.replace(SETUPS[setup], seq=32_768, nmb=1, vocab=8_192)
         changes = _FULL if way == "recompute" else {}
         with _ready(_job_of(shape, 1), **changes) as stage:
             outcome = stage.run(Settings(OffloadConfig(), (), has_report=False))
@@ -161,7 +161,7 @@ def _job_of(shape: Any, num_gpus: int) -> Any:
     from benchmarks.gpu import model
 
     def make_config(**changes: Any) -> Any:
-        config = model.make_config(shape, False)
+        config = model.make_config(shape)
         return dataclasses.replace(config, perform_initialization=False, **changes)
 
     return TrainingJob(
