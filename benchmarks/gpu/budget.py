@@ -73,7 +73,7 @@ def budgets(summaries: Sequence[Record], records: Records) -> list[Record]:
     by_hand = [label for label in step_ms if "budget" not in worst[label]]
     found = []
     for label in (label for label in step_ms if label not in by_hand):
-        one = _prediction(worst[label])
+        one = _prediction(turns[label], worst[label])
         fitting = [name for name in by_hand if held[name] <= (one["budget_bytes"] or max(held.values()))]
         best = min(fitting, key=lambda name: step_ms[name], default=None)
         ms, recomputing = step_ms[label], step_ms.get("recompute")
@@ -83,17 +83,18 @@ def budgets(summaries: Sequence[Record], records: Records) -> list[Record]:
     return found
 
 
-def _prediction(turn: Record) -> Record:
-    details = turn["budget"]
-    planned = [step for step in details["steps"] if "predicted_bytes" in step]
-    limit = details["gpu_budget"]
-    late = [step["held_bytes"] for step in planned[_SETTLED - 1 :]]
+def _prediction(turns: Sequence[Record], worst: Record) -> Record:
+    """Return what was decided in the worst turn, and of all ranks and rounds the first prediction that was most off."""
+    details, limit = worst["budget"], worst["budget"]["gpu_budget"]
+    planned = [[step for step in turn["budget"]["steps"] if step.get("predicted_bytes")] for turn in turns]
+    late = [step["held_bytes"] for steps in planned for step in steps[_SETTLED - 1 :]]
+    firsts = [first_prediction(steps) for steps in planned if steps] or [first_prediction([])]
     names = ("planning_ms", "planning_steps", *_DECIDED)
     return {
         "kind": "budget",
         "budget_bytes": limit,
-        **first_prediction(details["steps"]),
-        "is_above": limit is not None and max([held_bytes(turn), *late]) > limit,
+        **max(firsts, key=lambda first: abs((first["first_held_bytes"] or 0) - (first["first_predicted_bytes"] or 0))),
+        "is_above": limit is not None and max([*map(held_bytes, turns), *late]) > limit,
         **{name: details.get(name) for name in names},  # none where no decision came
     }
 
