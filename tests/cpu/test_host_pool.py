@@ -390,6 +390,11 @@ def test_bytes_read_by_unawaited_copies_are_taken_last() -> None:
     assert len(list(extents)) == 1, "those that touch are one"
     extents.put(0, 0, 8, [near])
     assert present(extents.take(24)).events == (near,), "which waits for the copies of both, once"
+    for first, second in ((0, 8), (8, 0)):
+        extents = make_extents()
+        extents.put(0, first, 8, [near])
+        extents.put(0, second, 8, [event := FakeEvent()])
+        assert ids(present(extents.take(16)).events) == ids([near, event]), "whichever was returned first"
 
 
 @pytest.mark.parametrize("nbytes", [4, 8, 12, 24])

@@ -254,6 +254,9 @@ def test_first_predictions_are_exact_in_a_pipeline(monkeypatch: pytest.MonkeyPat
         job.step()
     _, predicted, held = job.steps[4]
     assert job.steps[2][2] < predicted == held <= 192 * MIB
+    budget: Any = job.engine.budget
+    recorded = budget.decider.known._recorded
+    assert recorded.most_events == recorded.num_events > 0
 
 
 def test_times_are_those_of_the_first_steps_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:

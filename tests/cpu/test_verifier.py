@@ -91,6 +91,14 @@ def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
     assert [f"gpu_budget is {BUDGET / 2**20:,.2f} MiB" in each.message for each in caplog.records] == [True] * error
 
 
+def test_what_a_floor_that_recomputes_reserves_in_vain_is_noted_for_its_decision() -> None:
+    verifier, decider = verifier_of(BUDGET, BUDGET, is_at_floor=True)
+    best, noted = decider.chosen.best, list[Any]()
+    best.recomputed_bytes, decider.known = 1, SimpleNamespace(note_wasted=lambda *all: noted.append(all))
+    assert verifier.judge(Excess(2, 3)) is decider.chosen
+    assert noted == [(best, (), 3)] and decider.asked == ["correct 2", "decide"]
+
+
 @pytest.mark.parametrize(
     ("left", "excesses", "is_at_floor", "num_steps"),
     [
