@@ -9,7 +9,6 @@
 #   VENV     where to put the environment; default .venv in the repository
 #   CONSTRAINTS  the versions; default constraints-py311.txt or constraints-py312.txt, by the interpreter
 #   TE_WHEELS  a directory holding a built transformer_engine_torch wheel, for the extra "te"
-#   INSTALLER  "uv" installs with uv, in a fifth of the time, or with pip if that fails; default pip
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=${1:-megatron,plots,test}
@@ -72,32 +71,10 @@ find_links=() # expanded with care below: to bash before 4.4, as on macOS, an em
 if [ -n "${TE_WHEELS:-}" ]; then
     find_links=(--find-links "$TE_WHEELS" --only-binary transformer_engine_torch)
 fi
-what=(--constraint "$constraints" ${find_links[@]+"${find_links[@]}"} --editable ".[$extras]")
-
-pip_setting() { # VARIABLE NAME: of pip, from the environment or its configuration; uv reads neither
-    echo "${!1:-$("$venv/bin/python" -m pip config get "global.$2" 2>/dev/null)}"
-}
-
-install_with_uv() {
-    local index
-    index=$(pip_setting PIP_INDEX_URL index-url)
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input uv &&
-        UV_FIND_LINKS=$(pip_setting PIP_FIND_LINKS find-links) \
-            UV_EXTRA_INDEX_URL=$(pip_setting PIP_EXTRA_INDEX_URL extra-index-url) \
-            UV_DEFAULT_INDEX=${index:-https://pypi.org/simple} \
-            "$venv/bin/uv" pip install --quiet --no-cache --index-strategy unsafe-best-match --python "$venv/bin/python" \
-            "${what[@]}" # of all indexes the best match, as pip
-}
-
-install_with_pip() {
-    local progress=(--progress-bar off) # a line for each package
-    if [ -t 1 ]; then progress=(--progress-bar on); fi
-    "$venv/bin/python" -m pip install --no-compile ${progress[@]+"${progress[@]}"} --disable-pip-version-check --no-input \
-        "${what[@]}"
-}
-
-if [ "${INSTALLER:-pip}" != uv ] || ! install_with_uv; then
-    install_with_pip || die "pip could not install [$extras] with $constraints; its own message is above"
-fi
+progress=(--progress-bar off) # a line for each package
+if [ -t 1 ]; then progress=(--progress-bar on); fi
+"$venv/bin/python" -m pip install --no-compile ${progress[@]+"${progress[@]}"} --disable-pip-version-check --no-input \
+    --constraint "$constraints" ${find_links[@]+"${find_links[@]}"} --editable ".[$extras]" ||
+    die "pip could not install [$extras] with $constraints; its own message is above"
 touch "$stamp"
 echo "setup_env: done in $((SECONDS - started)) s"
