@@ -88,7 +88,7 @@ def _prediction(turns: Sequence[Record], worst: Record) -> Record:
     details, limit = worst["budget"], worst["budget"]["gpu_budget"]
     planned = [[step for step in turn["budget"]["steps"] if step.get("predicted_bytes")] for turn in turns]
     late = [step["held_bytes"] for steps in planned for step in steps[_SETTLED - 1 :]]
-    firsts = [first_prediction(steps) for steps in planned if steps] or [first_prediction([])]
+    firsts = [first_prediction(turn["budget"]["steps"]) for turn in turns]
     names = ("planning_ms", "planning_steps", *_DECIDED)
     return {
         "kind": "budget",

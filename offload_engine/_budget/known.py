@@ -19,6 +19,7 @@ from offload_engine.planning.replay import replayed
 from offload_engine.planning.shortened import shortened
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
+from offload_engine.sizes import short_size
 
 _MOST_EVENTS: Final = 120_000
 """Of all replays: these take about 0.4 seconds."""
@@ -29,7 +30,7 @@ _WORTH_A_REPLAY: Final = 0.995
 """Share of the time of a step that fits by which another one is tried."""
 _PEAK_TOLERANCE: Final = 1 / 32
 _UNSOUND: Final = (
-    "offload budget: by measured peaks a step allocates %s MiB, by replayed allocations, on this rank, %s. So what its "
+    "offload budget: by measured peaks a step allocates %s, by replayed allocations, on this rank, %s. So what its "
     "allocator reserves in vain is predicted by shares of the measured step from here on, and corrected by later steps."
 )
 
@@ -172,7 +173,7 @@ class Known:
         own = found.reserved_bytes - peak if found is not None and is_sound else 0
         wasted, is_unsound = agree((own, int(not is_sound)))
         if is_unsound:
-            logger.info(_UNSOUND, _mib(peak), "nothing" if found is None else f"{_mib(found.peak_bytes)} MiB")
+            logger.info(_UNSOUND, short_size(peak), "nothing" if found is None else short_size(found.peak_bytes))
             self._recorded = None
         else:
             steps.wasted_bytes[decision] = wasted
@@ -232,16 +233,17 @@ class Known:
         if few == actions:
             return steps
         if actions not in self._few:
-            job = dataclasses.replace(self.job, actions=few)
-            self._few[actions] = Steps(job, self.costs.link, self.costs.options)
+            self._few[actions] = self._new_steps(few)
             self._few[actions].wasted_bytes = steps.wasted_bytes
         return self._few[actions]
 
     def _steps_of(self, actions: tuple[Action, ...]) -> Steps:
         if actions not in self._steps:
-            job = dataclasses.replace(self.job, actions=actions)
-            self._steps[actions] = Steps(job, self.costs.link, self.costs.options)
+            self._steps[actions] = self._new_steps(actions)
         return self._steps[actions]
+
+    def _new_steps(self, actions: tuple[Action, ...]) -> Steps:
+        return Steps(dataclasses.replace(self.job, actions=actions), self.costs.link, self.costs.options)
 
 
 def _is_known(steps: Steps, prediction: Prediction) -> bool:
@@ -251,7 +253,3 @@ def _is_known(steps: Steps, prediction: Prediction) -> bool:
 
 def _num_replays(recorded: RecordedStep) -> int:
     return min(_MOST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events))
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.0f}"
