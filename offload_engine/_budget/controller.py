@@ -235,7 +235,7 @@ class BudgetController(BudgetView):
             return self._measure_again("activations have grown")
         was_settled, self._in_force.is_settled = self._in_force.is_settled, True
         excess = Excess(total - wasted, wasted)
-        if self._verifier.settles(self.decider.actions, excess):
+        if self._verifier.settles(self.decider.actions, excess, is_planned=was_settled):
             self.decider.correct_time(measured_us / _US)
         elif not was_settled:
             return self._gauge.trim()  # the blocks of groups that no plan knew would fit badly

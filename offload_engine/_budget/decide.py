@@ -329,6 +329,13 @@ def decide_first(decider: Decider) -> Allowance:
     return allowance
 
 
+def correct_chosen(decider: Decider, excess: Excess) -> None:
+    """Correct the model by an excess of steps of the decision in force, which all ranks that decide alike have seen."""
+    known, chosen = decider.known, decider.chosen
+    assert known is not None and chosen is not None
+    decider.correct(known.note_excess(chosen.best, decider.actions, excess))
+
+
 def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:
     """Return what a decision recomputes; nothing without one."""
     return frozenset() if chosen is None else chosen.best.decision.choices.recomputed

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from offload_engine._budget.decide import Decider, excess_of
+from offload_engine._budget.decide import Decider, correct_chosen, excess_of
 from offload_engine._budget.in_force import InForce
 from offload_engine._budget.last_step import LastStep
 from offload_engine.planning.choices import Allowance, Choices
@@ -18,6 +18,8 @@ _UNUSED: Final = 1 / 32
 """Share of the budget: if it was unused for a whole window, more is kept."""
 _MAX_DOUBLED: Final = 6
 """At most this often, the number of windows to wait before more is kept doubles."""
+_RELAPSE_STEPS: Final = 10
+"""Steps after a trim: if one of them goes over the budget, the decision is why, and no evaluation between steps."""
 _GIB: Final = 1 << 30
 
 
@@ -35,7 +37,7 @@ class HoldWatch:
 
     def __init__(self, decider: Decider, in_force: InForce, last: LastStep) -> None:
         self.wants_measure: bool = False
-        self._has_trimmed = False  # right before the step that is over
+        self._num_since_trim = _RELAPSE_STEPS  # steps within the budget
         self._num_excesses = 0
         self._num_unused = 0  # consecutive windows
         self._decider = decider
@@ -47,7 +49,7 @@ class HoldWatch:
         gauge = self._last.gauge
         if held_bytes > self._decider.budget_bytes:
             return self._answer_excess(held_bytes)
-        self._has_trimmed = False
+        self._num_since_trim += 1
         if is_window_over or gauge.peak_bytes() > self._last.peak_bytes:
             gauge.reset()  # a new window; or the peak was between the steps
 
@@ -55,12 +57,13 @@ class HoldWatch:
         decider, gauge = self._decider, self._last.gauge
         over = held_bytes - decider.budget_bytes
         is_allocated = self._last.peak_bytes + decider.extra_bytes > decider.budget_bytes
-        if is_allocated or (self._has_trimmed and self._last.end_bytes > decider.budget_bytes):
+        is_relapse = self._num_since_trim < _RELAPSE_STEPS and self._last.end_bytes > decider.budget_bytes
+        if is_allocated or is_relapse:
             if decider.is_at_floor or (decider.chosen is None and self.wants_measure):
                 return  # the warning was logged, and nothing more can leave
             logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
             self._keep_less(over, held_bytes)
-        self._has_trimmed = True
+        self._num_since_trim = 0
         gauge.trim()  # otherwise an evaluation or an optimizer has left more in the allocator
         gauge.reset()
 
@@ -97,5 +100,8 @@ class HoldWatch:
             self._correct(Excess(max(0, excess.allocated) + short, excess.wasted), is_alone=True)
 
     def _correct(self, excess: Excess, is_alone: bool = False) -> None:
-        self._decider.correct(excess)
+        if self._decider.is_alone:
+            correct_chosen(self._decider, excess)
+        else:  # what one rank notes of a decision, the others would not know
+            self._decider.correct(excess)
         self._in_force.allow(self._decider.decide(is_alone=is_alone))

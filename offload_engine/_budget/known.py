@@ -4,37 +4,42 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from typing import Final
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from offload_engine._budget.agreement import Agree
+from offload_engine._budget.replayed_choice import ReplayedChoice
 from offload_engine.errors import BudgetError
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Slot
-from offload_engine.planning.choose import Chosen, below_floor_text, choose, refitted, remeasured, repredicted
-from offload_engine.planning.memory import Job, MemoryModel
+from offload_engine.planning.choose import (
+    Chosen,
+    below_floor_text,
+    choose,
+    refitted,
+    remeasured,
+    repredicted,
+    with_curve,
+)
+from offload_engine.planning.memory import Excess, Job, MemoryModel
 from offload_engine.planning.predict import Costs, Prediction, Predictor, floor_ms_of, refitted_floor_ms
 from offload_engine.planning.recompute import options_of, with_recomputation
-from offload_engine.planning.replay import replayed
 from offload_engine.planning.shortened import shortened
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
-from offload_engine.sizes import short_size
 
-_MOST_EVENTS: Final = 120_000
-"""Of all replays: these take about 0.4 seconds."""
-_MOST_REPLAYS: Final = 24  # for one choice
-_MOST_ROOMS: Final = 6
-_ROOM_STEPS: Final = 20
-_WORTH_A_REPLAY: Final = 0.995
-"""Share of the time of a step that fits by which another one is tried."""
-_PEAK_TOLERANCE: Final = 1 / 32
-_UNSOUND: Final = (
-    "offload budget: by measured peaks a step allocates %s, by replayed allocations, on this rank, %s. So what its "
-    "allocator reserves in vain is predicted by shares of the measured step from here on, and corrected by later steps."
-)
 
-logger = logging.getLogger(__name__)
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python's garbage collector from walking a whole training again and again, while much is allocated."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Known:
@@ -67,10 +72,10 @@ class Known:
         self.costs: Costs = costs
         self.varied_share: float = varied_share
         self._recorded = recorded
-        self._replays_left = 0  # of the running choice
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
         self._few: dict[tuple[Action, ...], Steps] = {}  # shortened, by the actions of the whole step
 
+    @_no_collections()
     def choose(
         self,
         actions: tuple[Action, ...],
@@ -111,72 +116,35 @@ class Known:
             )
             if few is steps:
                 return found
-            found = repredicted(found, Predictor(steps.job, model, self._costs_of(steps), steps))
+            found = repredicted(found, self._predictor(steps, model))
             if must_fit and found.floor.held_bytes > budget_bytes:
                 raise BudgetError(below_floor_text(budget_bytes, found.floor))
             return found
 
-        self._replays_left = 0 if self._recorded is None else _num_replays(self._recorded)
-        settled: Chosen | None = None
-        while agree is not None and self._can_replay(steps):
-            chosen = choose_with(self.model.hoping(min(steps.wasted_bytes.values(), default=None)), left_bytes)
-            most_ms = float("inf") if settled is None else _WORTH_A_REPLAY * settled.best.step_ms
-            if not _is_known(steps, chosen.floor):
-                self._replay(steps, chosen.floor, agree)
-            elif _is_known(steps, chosen.best):
-                return chosen
-            elif settled is not None and chosen.best.step_ms > most_ms:
-                return settled
-            else:
-                self._replay_rooms(steps, chosen.best, budget_bytes - left_bytes, most_ms, agree)
-            settled = self._best_known(steps, chosen, budget_bytes - left_bytes)
-        if settled is None or self._recorded is None:
-            return choose_with(self.model, guard_bytes + left_bytes)
-        return settled
+        found = None
+        if agree is not None and self._recorded is not None and actions == self.job.actions:
+            limit_bytes = budget_bytes - left_bytes
+            replays = ReplayedChoice(
+                self._recorded, self.job, lambda: self._predictor(steps, self.model), limit_bytes, agree
+            )
+            found = replays.choose(
+                lambda wasted_bytes: choose_with(self.model.hoping(wasted_bytes), left_bytes),
+                is_free=recomputed is None,
+            )
+            self._recorded = self._recorded if replays.is_sound else None
+        if found is None:
+            found = choose_with(self.model, guard_bytes + left_bytes)
+        return found if few is steps else with_curve(found, self._predictor(steps, self.model))
 
-    def _best_known(self, steps: Steps, chosen: Chosen, limit_bytes: int) -> Chosen | None:
-        """Return the choice with the shortest step that fits, of those that were replayed or measured."""
-        predictor = Predictor(steps.job, self.model, self._costs_of(steps), steps)
-        known = map(predictor.predict, (Decision(), *steps.wasted_bytes))
-        fitting = [each for each in known if each.held_bytes <= limit_bytes]
-        return chosen._replace(best=min(fitting, key=lambda each: each.step_ms)) if fitting else None
+    def _predictor(self, steps: Steps, model: MemoryModel) -> Predictor:
+        return Predictor(steps.job, model, self._costs_of(steps), steps)
 
-    def _replay_rooms(self, steps: Steps, best: Prediction, limit_bytes: int, most_ms: float, agree: Agree) -> None:
-        """Replay what was chosen, and if it does not fit, the same with less room, while that takes no longer.
-
-        In small steps: with less room the allocator may also reserve more.
-        """
-        predictor = Predictor(steps.job, self.model, self._costs_of(steps), steps)
-        for _ in range(_MOST_ROOMS):
-            self._replay(steps, best, agree)
-            choices, room = best.decision
-            is_over = predictor.held_bytes(best.decision) > limit_bytes
-            if room is None or not is_over or not self._can_replay(steps):
-                return
-            best = predictor.predict(Decision(choices, room - room // _ROOM_STEPS))
-            if best.step_ms > most_ms:
-                return
-
-    def _can_replay(self, steps: Steps) -> bool:
-        return self._recorded is not None and self._replays_left > 0 and steps.job.actions == self.job.actions
-
-    def _replay(self, steps: Steps, best: Prediction, agree: Agree) -> None:
-        """Find out what the allocator would reserve in vain; if that is not known, nothing is replayed any more."""
-        decision, recorded = best.decision, self._recorded
-        assert recorded is not None
-        self._replays_left -= 1
-        found = replayed(recorded, self.job, decision, self.costs.options)
-        peak = best.allocated_bytes
-        # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
-        # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
-        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * peak
-        own = found.reserved_bytes - peak if found is not None and is_sound else 0
-        wasted, is_unsound = agree((own, int(not is_sound)))
-        if is_unsound:
-            logger.info(_UNSOUND, short_size(peak), "nothing" if found is None else short_size(found.peak_bytes))
-            self._recorded = None
-        else:
-            steps.wasted_bytes[decision] = wasted
+    def note_excess(self, prediction: Prediction, actions: tuple[Action, ...], excess: Excess) -> Excess:
+        """Note what steps of a replayed decision reserve in vain; return what of the excess concerns all decisions."""
+        if excess.wasted <= 0 or prediction.decision not in self._steps_of(actions).wasted_bytes:
+            return excess
+        self.note_wasted(prediction, actions, excess.wasted)
+        return Excess(max(0, excess.allocated))
 
     def note_wasted(self, prediction: Prediction, actions: tuple[Action, ...], more_bytes: int) -> None:
         """Note that steps of a decision reserve so much more in vain than was predicted."""
@@ -244,12 +212,3 @@ class Known:
 
     def _new_steps(self, actions: tuple[Action, ...]) -> Steps:
         return Steps(dataclasses.replace(self.job, actions=actions), self.costs.link, self.costs.options)
-
-
-def _is_known(steps: Steps, prediction: Prediction) -> bool:
-    """Return whether that step was measured, with everything offloaded, or replayed."""
-    return prediction.decision == Decision() or prediction.decision in steps.wasted_bytes
-
-
-def _num_replays(recorded: RecordedStep) -> int:
-    return min(_MOST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events))

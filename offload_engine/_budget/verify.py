@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from offload_engine._budget.decide import Decider
+from offload_engine._budget.decide import Decider, correct_chosen
 from offload_engine.planning.choices import Allowance
 from offload_engine.planning.choose import below_floor_text
 from offload_engine.planning.memory import Excess
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 _MAX_CORRECTIONS: Final = 3
 _MAX_STEPS: Final = 4
 """After which a decision is judged, even if what its steps hold still grows."""
+_SURPRISE: Final = 1 / 128
+"""Share of a budget."""
 
 
 class Verifier:
@@ -25,7 +27,8 @@ class Verifier:
     A decision is judged by its second step: an empty allocator fills its segments differently from one that has run the
     same step before, by up to 1 GiB. The first step only shows whether the decision is over the budget. If a step holds
     more than the one before it and the next could not grow as much, that one judges. Steps with other microbatches have
-    a decision of their own, and a first step of their own.
+    a decision of their own, and a first step of their own. Behind a step that no plan knew the allocator is emptied: if
+    the next one then holds much less than predicted, the one after it judges.
 
     The measurement of one step applies to another one with a margin: the observed variation of saved bytes.
 
@@ -38,12 +41,13 @@ class Verifier:
         self._num_corrections = 0
         self._may_reconsider = False
         self._totals: dict[tuple[Action, ...], list[int]] = {}  # excesses of steps with the decisions in force
+        self._unplanned: set[tuple[Action, ...]] = set()  # where the first of them is of a step that no plan knew
 
     def begin(self) -> None:
         """Start verifying a first decision."""
         self._num_corrections = 0
         self._may_reconsider = True
-        self._totals.clear()
+        self._forget_steps()
 
     def reconsider(self) -> Allowance | None:
         """Return what to allow instead, if corrected times show it to be faster; at most once after each `begin`."""
@@ -51,19 +55,25 @@ class Verifier:
         allowance = self._decider.reconsider() if may_reconsider else None
         if allowance is not None:
             self._num_corrections = 0
-            self._totals.clear()
+            self._forget_steps()
         return allowance
 
-    def settles(self, actions: tuple[Action, ...], excess: Excess) -> bool:
+    def settles(self, actions: tuple[Action, ...], excess: Excess, *, is_planned: bool = True) -> bool:
         """Note that a step of these actions has run; return whether it judges.
 
         Args:
             actions: of the step.
             excess: of the step; agreed by all ranks that decide alike.
+            is_planned: its plan knew all groups.
         """
         totals = self._totals.setdefault(actions, [])
         totals.append(excess.total)
+        if not is_planned:
+            self._unplanned.add(actions)
         if len(totals) < 2:
+            return False
+        is_empty = len(totals) == 2 and actions in self._unplanned  # the allocator, when it began
+        if is_empty and excess.total < -_SURPRISE * self._decider.budget_bytes:
             return False
         grown = max(0, totals[-1] - totals[-2])
         has_room = self.fits(Excess(excess.total + grown))
@@ -88,7 +98,7 @@ class Verifier:
         is_over = not self.fits(excess)
         if is_over and self._may_correct:
             self._begin_again()
-            decider.correct(excess)
+            correct_chosen(decider, excess)
             return decider.decide()
         if is_over and self._num_corrections < _MAX_CORRECTIONS and self._corrects_floor(excess):
             self._begin_again()
@@ -116,7 +126,11 @@ class Verifier:
 
     def _begin_again(self) -> None:
         self._num_corrections += 1
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
         self._totals.clear()
+        self._unplanned.clear()
 
     @property
     def _may_correct(self) -> bool:

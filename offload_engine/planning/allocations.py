@@ -135,6 +135,18 @@ class RecordedStep:
     small: Reserved | None = None
     """What small blocks come to if nothing moves, once that is known."""
 
+    def __post_init__(self) -> None:
+        self._in_order = [life for life in self.lives if life.begins >= 0]
+
+    def begun_between(self, begin: int, end: int) -> list[Life]:
+        """Return the lives that began in the step, at or after one moment and before another, in order."""
+        first, behind = (bisect.bisect_left(self._in_order, moment, key=_begin_of) for moment in (begin, end))
+        return self._in_order[first:behind]
+
+
+def _begin_of(life: Life) -> int:
+    return life.begins
+
 
 def recorded_step(
     log: AllocationLog,

@@ -19,8 +19,8 @@ from offload_engine.planning.steps import Decision, Steps
 from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
-_ROOM_TRIES: Final = 4
-_WORTH_A_TRY: Final = 1 / 256
+_ROOM_TRIES: Final = 2
+_WORTH_A_TRY: Final = 1 / 128
 """Share of a budget: less is not worth another plan, since few groups are as small."""
 _KEPT_SHARES: Final = 2
 """How many shares of the groups that could always stay are tried, each with room for the rest."""
@@ -128,18 +128,20 @@ def refitted(chosen: Chosen, predictor: Predictor) -> Chosen:
     def again(prediction: Prediction) -> Prediction:
         return prediction._replace(step_ms=predictor.predict(prediction.decision).step_ms)
 
-    return _predicted_by(chosen, predictor, again)
-
-
-def repredicted(chosen: Chosen, predictor: Predictor) -> Chosen:
-    """Return what was chosen for a step as predicted for another one, with the same chunks."""
-    return _predicted_by(chosen, predictor, lambda prediction: predictor.predict(prediction.decision))
-
-
-def _predicted_by(chosen: Chosen, predictor: Predictor, again: Callable[[Prediction], Prediction]) -> Chosen:
     best, floor, top = again(chosen.best), again(chosen.floor), again(chosen.top)
     ratios = predictor.busy_ratio, predictor.most_busy_ratio
     return Chosen(best, floor, top, _improving(map(again, chosen.curve)), *ratios)
+
+
+def repredicted(chosen: Chosen, predictor: Predictor) -> Chosen:
+    """Return what was chosen for a step as predicted for another one, with the same chunks; see also `with_curve`."""
+    best, floor, top = (predictor.predict(each.decision) for each in (chosen.best, chosen.floor, chosen.top))
+    return Chosen(best, floor, top, chosen.curve, predictor.busy_ratio, predictor.most_busy_ratio)
+
+
+def with_curve(chosen: Chosen, predictor: Predictor) -> Chosen:
+    """Return a choice whose curve is predicted for the same step as the choice."""
+    return chosen._replace(curve=_improving(predictor.predict(each.decision) for each in chosen.curve))
 
 
 def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
@@ -243,11 +245,8 @@ class _Chooser:
 
     def all_recomputed(self) -> list[Prediction]:
         """Predict the step that recomputes all it can and offloads the rest, if anything can be recomputed."""
-        options = self._options()
-        return [self._predictor.predict(Decision(_recomputed(options)))] if options else []
-
-    def _options(self) -> list[RecomputeOption]:
-        return cheapest_first(self._predictor.costs.options) if self._is_free else []
+        decision = recomputing_all(self._predictor.costs) if self._is_free else None
+        return [] if decision is None else [self._predictor.predict(decision)]
 
     def recomputing(self, best: Prediction) -> list[Prediction]:
         """Predict steps that recompute groups, where compute waits for copies, if that costs less than to copy them."""
@@ -255,25 +254,33 @@ class _Chooser:
             return []
         is_needed = self._floor.held_bytes > self.limit_bytes
         limit = float("inf") if is_needed else ms_per_byte(self._predictor)
-        options = [option for option in self._options() if option.ms_per_byte < limit]
-        if not options:
-            return []
-        return [*self._recomputing(options, evenly), *self._recomputing(options, first_layers)]
+        found = cheapest_first(self._predictor.costs.options) if self._is_free else []
+        options = [option for option in found if option.ms_per_byte < limit]
+        return self._recomputing(options) if options else []
 
-    def _recomputing(self, options: Sequence[RecomputeOption], part: _Part) -> Iterable[Prediction]:
-        def of_share(share: float) -> Prediction:
+    def _recomputing(self, options: Sequence[RecomputeOption]) -> list[Prediction]:
+        """Predict steps that recompute some shares of the options, spread both ways, and more around the best one."""
+
+        def of_share(part: _Part, share: float) -> Prediction:
             return self._predictor.predict(self._with_room(_recomputed(part(options, share))))
 
-        found = {share: of_share(share) for share in _SHARES_RECOMPUTED}
+        tried = [(part, share) for part in (evenly, first_layers) for share in _SHARES_RECOMPUTED]
+        found = {each: of_share(*each) for each in tried}
         for step in _SHARE_STEPS:
-            share = min(found, key=lambda share: self._rank(found[share]))
+            part, share = min(found, key=lambda each: self._rank(found[each]))
             for other in (share - step, share + step):
-                if 0 < other <= 1 and other not in found:
-                    found[other] = of_share(other)
-        return found.values()
+                if 0 < other <= 1 and (part, other) not in found:
+                    found[part, other] = of_share(part, other)
+        return list(found.values())
 
     def _rank(self, each: Prediction) -> tuple[bool, float]:
-        return each.held_bytes > self.limit_bytes, each.step_ms
+        return each.held_bytes > self.limit_bytes, each.cost_ms
+
+
+def recomputing_all(costs: Costs) -> Decision | None:
+    """Return the decision that recomputes all it can and offloads the rest; None if nothing can be recomputed."""
+    options = cheapest_first(costs.options)
+    return Decision(_recomputed(options)) if options else None
 
 
 def _recomputed(options: Iterable[RecomputeOption]) -> Choices:
@@ -282,8 +289,8 @@ def _recomputed(options: Iterable[RecomputeOption]) -> Choices:
 
 def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:
     fitting = [each for each in predictions if each.held_bytes <= budget_bytes]
-    fastest = min(each.step_ms for each in fitting)
-    equal = [each for each in fitting if each.step_ms <= _EQUAL * fastest]
+    least = min(each.cost_ms for each in fitting)
+    equal = [each for each in fitting if each.cost_ms <= _EQUAL * least]
     return min(equal, key=lambda each: (each.num_moves, each.step_ms, each.held_bytes))
 
 

@@ -30,15 +30,16 @@ class Use(NamedTuple):
     life: Life
 
 
-def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool) -> Reserved:
+def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, has_driver: bool = True) -> Reserved:
     """Return what an allocator reserves that performs a step until it is steady.
 
     Args:
         step: the recorded step, whose segments the allocator has, trimmed.
         uses: all allocations and their ends, in order.
         is_small: these are of small blocks.
+        has_driver: see `SegmentAllocator`.
     """
-    allocator = SegmentAllocator()
+    allocator = SegmentAllocator(has_driver=has_driver)
     in_use = allocator.adopt(segment for segment in step.segments if segment.is_small == is_small)
     allocator.trim()
     blocks = _blocks_at_begin(step, in_use)

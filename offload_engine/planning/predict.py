@@ -41,6 +41,13 @@ class Prediction(NamedTuple):
     """Share of the floor's waits for copies that this step avoids."""
     overhead_bytes: int = 0
     """Of `held_bytes`, those besides the peak of allocated bytes."""
+    host_ms: float = 0.0
+    """Host time of its moves. No part of `step_ms`: it delays a step only where the device waits for the host."""
+
+    @property
+    def cost_ms(self) -> float:
+        """Return by what decisions are compared: of two that take as long, the one that moves less is better."""
+        return self.step_ms + self.host_ms
 
     @property
     def allocated_bytes(self) -> int:
@@ -58,8 +65,8 @@ class Costs:
     """Costs of moving and recomputing."""
 
     link: Link = Link()
-    host_us: float = 25.0
-    """Host time to copy one group out and in."""
+    host_us: float = 50.0
+    """Host time to copy one group out and in. (44 and 88 on hosts of H200s.)"""
     options: tuple[RecomputeOption, ...] = ()
     floor_ms: float | None = None
     """Measured time of a step in which everything was offloaded; None: as simulated."""
@@ -129,6 +136,7 @@ class Predictor:
             num_moves=len(moved),
             busy=busy,
             overhead_bytes=self.model.overhead_with(residents, self.steps.wasted_with(decision)),
+            host_ms=len(moved) * self.costs.host_us / 1e3,
         )
 
     def _fitted_ms(self, outcome: Outcome) -> float:

@@ -41,6 +41,8 @@ class Reserved(NamedTuple):
     reserved_bytes: int
     peak_bytes: int
     """Allocated at once, in the last step."""
+    varied_bytes: int = 0
+    """How much less is reserved if segments are elsewhere."""
 
 
 class Segment(NamedTuple):
@@ -74,24 +76,28 @@ class SegmentAllocator:
     it, or below all others. (Holes that other allocations have left are not known.) Without a driver, as in a
     rehearsal, addresses rise.
 
+    Args:
+        has_driver: segments that are adopted are of a driver; otherwise further ones are above them.
+
     Attributes:
         reserved_bytes: bytes of all segments.
         allocated_bytes: bytes of all blocks that are not free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_driver: bool = True) -> None:
         self.reserved_bytes: int = 0
         self.allocated_bytes: int = 0
         self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}  # by stream, small or not: in size order
         self._lowest: int | None = None  # end of the addresses of which a driver has used none
         self._holes: list[tuple[int, int]] = []  # what `trim` has returned to a driver: (begin, end), the highest first
         self._end = 0  # of the last segment without one
+        self._has_driver = has_driver
 
     def adopt(self, segments: Iterable[Segment]) -> dict[int, Block]:
         """Take over segments as they are; return the blocks in use, by address."""
         used: dict[int, Block] = {}
         found = sorted(segments)
-        self._lowest = _behind_largest_gap(found) if found else None
+        self._lowest = _behind_largest_gap(found) if found and self._has_driver else None
         for at, stream, is_small, blocks in found:
             before: Block | None = None
             for nbytes, is_free in blocks:
@@ -106,6 +112,7 @@ class SegmentAllocator:
                     used[at] = block
                     self.allocated_bytes += nbytes
                 before, at = block, at + nbytes
+            self._end = max(self._end, at)
         return used
 
     def allocate(self, nbytes: int, stream: int = 0) -> Block:

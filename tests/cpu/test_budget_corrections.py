@@ -39,7 +39,7 @@ WASTED = 2 * GIB
 SHARES = 0.15, 0.5
 WASTES = [
     ((0.4, 0.94), (3, 3)),  # it could not grow as much again
-    ((1.16, 1.22), (3, 4)),  # with the first share it is over at once
+    ((1.16, 1.22), (3, 3)),  # it is over at once
     ((0.93, 0.73), (2, 2)),
     ((0.3, 0.5), (2, 2)),
     ((1.09, 1.02), (2, 2)),
@@ -88,6 +88,7 @@ def watch_of(
     best = SimpleNamespace(held_bytes=BUDGET, stalled_ms=stalled_ms, recomputed_bytes=recomputed_bytes)
     decider = mock.Mock(budget_bytes=BUDGET, extra_bytes=0, is_at_floor=False, chosen=SimpleNamespace(best=best))
     decider.agree, decider.correct = lambda numbers: numbers, corrected.append
+    decider.known.note_excess = lambda prediction, actions, excess: excess
     decider.level.return_value, decider.decide.return_value = False, None
     last = mock.Mock(peak_bytes=peak_bytes, end_bytes=0)
     return HoldWatch(decider, mock.Mock(), last), last, corrected
@@ -127,6 +128,23 @@ def test_a_plan_that_was_given_and_does_not_fit_is_said_once(caplog: pytest.LogC
     assert watch.wants_measure and len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(("num_within", "is_kept"), [(1, False), (9, False), (10, True)])
+def test_a_decision_that_soon_goes_over_the_budget_again_is_why(num_within: int, is_kept: bool) -> None:
+    """An allocator that is emptied each time holds less in the next step, and more in the ones behind it."""
+    watch, last, corrected = watch_of(BUDGET // 2)
+    last.end_bytes = BUDGET + 1
+    watch.answer(BUDGET + 1, is_window_over=False)
+    for _ in range(num_within):
+        watch.answer(BUDGET, is_window_over=False)
+    assert not corrected
+    watch.answer(BUDGET + 1, is_window_over=False)
+    assert bool(corrected) != is_kept
+    last.end_bytes = BUDGET  # an evaluation held more, after the step
+    corrected.clear()
+    watch.answer(BUDGET + 1, is_window_over=False)
+    assert not corrected
+
+
 # -- second thoughts --------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +178,18 @@ def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster(
         assert (verifier.reconsider() is not None) == is_changed
         decider.chosen = decider.chosen._replace(best=first._replace(step_ms=2 * first.step_ms))
         assert verifier.reconsider() is None
+
+
+def test_what_a_replayed_decision_reserves_in_vain_is_not_held_against_others() -> None:
+    for is_replayed in (True, False):
+        decider, verifier = verified(0.3)
+        over = decider.budget_bytes - decider.chosen.best.held_bytes + 1
+        first, model = decider.chosen.best, decider.known.model
+        if is_replayed:
+            decider.known._steps_of(decider.actions).wasted_bytes[first.decision] = 0
+        assert verifier.judge(Excess(0, over)) is not None
+        assert decider.chosen.best.decision != first.decision
+        assert decider.known.model.overhead_bytes == model.overhead_bytes + (0 if is_replayed else over)
 
 
 def test_a_floor_that_recomputes_and_reserves_too_much_gives_way_to_what_was_measured() -> None:

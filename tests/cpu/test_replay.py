@@ -544,12 +544,12 @@ def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_
         chosen = known.choose(STEP, 1 << 40, agree=agreed)
         assert chosen.best.held_bytes == (reserved if replays else peak + off + 5 * GIB // 8)
         known.choose(STEP, 1 << 40, agree=agreed)  # replays nothing again
-        assert [is_unsound for _, is_unsound in agreed.said] == [not replays]
+        assert [is_unsound for _, _, is_unsound in agreed.said] == [not replays]
         assert ("predicted by shares" in caplog.text) == (not replays)
 
 
 def test_the_most_of_all_ranks_counts_and_one_that_cannot_replay_decides_for_all() -> None:
-    for most, more in (((3 * GIB, 0), 3 * GIB), ((3 * GIB, 1), 5 * GIB // 8)):
+    for most, more in (((3 * GIB, 0, 0), 3 * GIB), ((3 * GIB, 0, 1), 5 * GIB // 8)):
         known, peak = known_with()
         assert known.choose(STEP, 1 << 40, agree=Agreed(most)).best.held_bytes == peak + more
 
@@ -557,7 +557,7 @@ def test_the_most_of_all_ranks_counts_and_one_that_cannot_replay_decides_for_all
 def test_long_steps_are_replayed_as_often_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     num_events = of_h200()[0].num_events
     for most, replays in ((num_events, 1), (num_events - 1, 0)):
-        monkeypatch.setattr("offload_engine._budget.known._MOST_EVENTS", most)
+        monkeypatch.setattr("offload_engine._budget.replayed_choice._MOST_EVENTS", most)
         (known, _), agreed = known_with(most_events=num_events), Agreed()
         for num_microbatches in (1, 2):  # of other steps nothing is known
             chosen = known.choose(tuple(one_forward_one_backward(1, 0, num_microbatches)), 1 << 40, agree=agreed)
