@@ -9,9 +9,10 @@ from typing import Final
 
 from offload_engine._budget.agreement import Agree
 from offload_engine.planning.allocations import RecordedStep
-from offload_engine.planning.choose import Chosen, recomputing_all
+from offload_engine.planning.choose import Chosen
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Prediction, Predictor
+from offload_engine.planning.recompute import cheapest_first, recomputing
 from offload_engine.planning.replay import replayed
 from offload_engine.planning.steps import Decision
 from offload_engine.sizes import short_size
@@ -89,8 +90,8 @@ class ReplayedChoice:
     def _replay_lowest(self) -> None:
         """Replay what may be the floor, so that the first choice is made by it."""
         predictor = self._predictor()
-        decision = recomputing_all(predictor.costs)
-        if decision is not None and decision not in self._steps.wasted_bytes and self._num_left > 0:
+        decision = Decision(recomputing(cheapest_first(predictor.costs.options)))
+        if decision != Decision() and decision not in self._steps.wasted_bytes and self._num_left > 0:
             lowest = predictor.predict(decision)
             if lowest.held_bytes < predictor.floor.held_bytes:
                 self._replay(lowest)

@@ -14,7 +14,7 @@ from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Prediction, Predictor, held_with, with_busy_ratio
-from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly, first_layers
+from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly, first_layers, recomputing
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
@@ -245,8 +245,8 @@ class _Chooser:
 
     def all_recomputed(self) -> list[Prediction]:
         """Predict the step that recomputes all it can and offloads the rest, if anything can be recomputed."""
-        decision = recomputing_all(self._predictor.costs) if self._is_free else None
-        return [] if decision is None else [self._predictor.predict(decision)]
+        choices = recomputing(cheapest_first(self._predictor.costs.options)) if self._is_free else Choices()
+        return [self._predictor.predict(Decision(choices))] if choices else []
 
     def recomputing(self, best: Prediction) -> list[Prediction]:
         """Predict steps that recompute groups, where compute waits for copies, if that costs less than to copy them."""
@@ -262,7 +262,7 @@ class _Chooser:
         """Predict steps that recompute some shares of the options, spread both ways, and more around the best one."""
 
         def of_share(part: _Part, share: float) -> Prediction:
-            return self._predictor.predict(self._with_room(_recomputed(part(options, share))))
+            return self._predictor.predict(self._with_room(recomputing(part(options, share))))
 
         tried = [(part, share) for part in (evenly, first_layers) for share in _SHARES_RECOMPUTED]
         found = {each: of_share(*each) for each in tried}
@@ -275,16 +275,6 @@ class _Chooser:
 
     def _rank(self, each: Prediction) -> tuple[bool, float]:
         return each.held_bytes > self.limit_bytes, each.cost_ms
-
-
-def recomputing_all(costs: Costs) -> Decision | None:
-    """Return the decision that recomputes all it can and offloads the rest; None if nothing can be recomputed."""
-    options = cheapest_first(costs.options)
-    return Decision(_recomputed(options)) if options else None
-
-
-def _recomputed(options: Iterable[RecomputeOption]) -> Choices:
-    return Choices(recomputed=frozenset(slot for option in options for slot in option.replaces))
 
 
 def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from offload_engine.planning.choices import Slot, slots_of
+from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 
 
@@ -63,6 +63,11 @@ def cheapest_first(options: Iterable[RecomputeOption]) -> list[RecomputeOption]:
             taken |= option.replaces
             found.append(option)
     return found
+
+
+def recomputing(options: Iterable[RecomputeOption]) -> Choices:
+    """Return the choices by which these are recomputed, and all else may leave."""
+    return Choices(recomputed=frozenset(slot for option in options for slot in option.replaces))
 
 
 def evenly(options: Collection[RecomputeOption], share: float) -> list[RecomputeOption]:

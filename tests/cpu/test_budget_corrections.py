@@ -132,7 +132,7 @@ def test_a_plan_that_was_given_and_does_not_fit_is_said_once(caplog: pytest.LogC
 def test_a_decision_that_soon_goes_over_the_budget_again_is_why(num_within: int, is_kept: bool) -> None:
     """An allocator that is emptied each time holds less in the next step, and more in the ones behind it."""
     watch, last, corrected = watch_of(BUDGET // 2)
-    last.end_bytes = BUDGET + 1
+    last.end_bytes, last.gauge.peak_bytes.return_value = BUDGET + 1, 0
     watch.answer(BUDGET + 1, is_window_over=False)
     for _ in range(num_within):
         watch.answer(BUDGET, is_window_over=False)
