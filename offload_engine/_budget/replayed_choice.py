@@ -77,7 +77,7 @@ class ReplayedChoice:
             chosen = choose_by(min(self._steps.wasted_bytes.values(), default=None))
             most = float("inf") if settled is None else self._most_cost(settled.best)
             if not self._is_known(chosen.floor):
-                self._replay(chosen.floor)
+                self._replay(chosen.floor, is_floor=True)
             elif self._is_known(chosen.best):
                 return self._best_known(chosen) or chosen
             elif chosen.best.cost_ms > most:
@@ -94,7 +94,7 @@ class ReplayedChoice:
         if decision != Decision() and decision not in self._steps.wasted_bytes and self._num_left > 0:
             lowest = predictor.predict(decision)
             if lowest.held_bytes < predictor.floor.held_bytes:
-                self._replay(lowest)
+                self._replay(lowest, is_floor=True)
 
     def _best_known(self, chosen: Chosen) -> Chosen | None:
         """Return the choice with the step that costs least and fits, of those that were replayed or measured."""
@@ -133,8 +133,8 @@ class ReplayedChoice:
         """Return whether that step was measured, with everything offloaded, or replayed."""
         return prediction.decision == Decision() or prediction.decision in self._steps.wasted_bytes
 
-    def _replay(self, prediction: Prediction) -> None:
-        """Find out what the allocator would reserve in vain."""
+    def _replay(self, prediction: Prediction, *, is_floor: bool = False) -> None:
+        """Find out what the allocator would reserve in vain; of a floor at the least, or a budget might be refused."""
         self._num_left -= 1
         decision = prediction.decision
         found = replayed(self._recorded, self._job, decision, self._predictor().costs.options)
@@ -143,6 +143,8 @@ class ReplayedChoice:
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
         is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * peak
         own = (found.reserved_bytes - peak, found.varied_bytes) if found is not None and is_sound else (0, 0)
+        if is_floor:
+            own = own[0] - own[1], own[1]
         wasted, varied, is_unsound = self._agree((*own, int(not is_sound)))
         if is_unsound:
             logger.info(_UNSOUND, short_size(peak), "nothing" if found is None else short_size(found.peak_bytes))

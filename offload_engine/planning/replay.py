@@ -86,7 +86,7 @@ class _MovedStep:
                 continue
             own = self._uses.get(id(life))
             found += _as_recorded(life) if own is None else own
-        return sorted(found, key=lambda use: use.place)
+        return sorted(found, key=_place_of)
 
     def _find_moves(self, reduced: ReducedJob) -> None:
         job = reduced.job
@@ -235,6 +235,12 @@ def _kept(stored: list[StoredLives], option: RecomputeOption, start: Life | None
         found.append(each)
         left -= rounded(each.saved.nbytes)
     return found if left < 1 << 20 else None
+
+
+def _place_of(use: Use) -> Place:
+    """Return where a use is in the order: what another stream still uses is freed later."""
+    place, lag = use.place, use.life.lag
+    return place._replace(moment=place.moment + lag) if lag and use.is_end else place
 
 
 def _as_recorded(life: Life) -> list[Use]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import gzip
 import json
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from offload_engine.planning.memory import Job as PlannedJob
 from offload_engine.planning.memory import MemoryModel
 from offload_engine.planning.moves import GroupKey, parse_boundary, parse_group
 from offload_engine.planning.predict import Costs
-from offload_engine.planning.recompute import RecomputeOption
+from offload_engine.planning.recompute import RecomputeOption, recomputing
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.replay import replayed
 from offload_engine.planning.segments import Block, Segment
@@ -335,12 +336,13 @@ def told(story: str, num_groups: int = 1) -> tuple[RecordedStep, PlannedJob]:
     """Return a step of one chunk, of `num_groups` groups in the first of four layers, from words.
 
     `+x64` allocates 64 MiB, `-x` frees them, `x/retired` retires them, `x>0` has group 0 save them, `y=x` says that y
-    is the buffer of the copy-in of x, `F0.0:0` is a boundary, and ";" ends its moves.
+    is the buffer of the copy-in of x, `F0.0:0` is a boundary, and ";" ends its moves. `~x` asks to free x, which
+    another stream uses until `!x`.
     """
     events, time, at = list[Event](), 0, dict[str, Event]()
     boundaries, storages = list[NotedMoves](), dict[str, NotedStorage]()
     for word in story.split():
-        name = word.strip("+-0123456789>=/;").partition("=")[0].partition("/")[0].partition(">")[0]
+        name = word.strip("+-~!0123456789>=/;").partition("=")[0].partition("/")[0].partition(">")[0]
         if word[0] == "+":
             at[name] = Event(ALLOCATED, 1 + len(events), int(word[1:].removeprefix(name)) * MIB, 0)
             events.append(at[name])
@@ -348,6 +350,9 @@ def told(story: str, num_groups: int = 1) -> tuple[RecordedStep, PlannedJob]:
         elif word[0] == "-":
             events += [at[name]._replace(kind=FREE_ASKED), at[name]._replace(kind=FREED)]
             time += 1
+        elif word[0] in "~!":
+            events.append(at[name]._replace(kind=FREE_ASKED if word[0] == "~" else FREED))
+            time += word[0] == "~"
         elif word == ";":
             boundaries[-1] = boundaries[-1]._replace(ends=time)
         elif ">" in word:
@@ -390,6 +395,16 @@ def test_a_group_that_stayed_because_its_backward_came_too_soon_leaves_where_a_p
     step, job = told("F0.0 ; +x64 x>0 F0.0:0 ; F0.0:end ; +t32 -t B0.0 ; +u16 B0.0:0 ; -x -u end ;")
     assert peak_mib(step, job, Decision(Choices(), 1)) == 64 + 16
     assert peak_mib(step, job, Decision(Choices(kept=frozenset({Slot(0, 0, "g0", 0)})))) == 64 + 32
+
+
+def test_what_another_stream_uses_is_freed_later_and_so_is_what_stays_instead_of_leaving() -> None:
+    """As what was received from another stage, which a group saves."""
+    step, job = told("F0.0 ; +c64 ~c +t16 -t !c +u32 -u F0.0:0 ; F0.0:end ; B0.0 ; B0.0:0 ; end ;")
+    assert peak_mib(step, job, Decision(Choices(), 1)) == 64 + 32
+    step, job = told("F0.0 ; +x64 x>0 F0.0:0 ; F0.0:end ~x +t16 -t !x ; B0.0 ; B0.0:0 +y64 y=x ; -y +w32 -w end ;")
+    assert peak_mib(step, job, Decision(Choices(kept=frozenset({Slot(0, 0, "g0", 0)})))) == 64 + 32
+    step, job = told("F0.0 ; +x64 x>0 F0.0:0 ; F0.0:end -x +t16 -t ; B0.0 ; B0.0:0 +y64 y=x ; -y +w32 -w end ;")
+    assert peak_mib(step, job, Decision(Choices(kept=frozenset({Slot(0, 0, "g0", 0)})))) == 64 + 16
 
 
 def test_what_the_allocator_reserves_with_everything_offloaded_is_as_measured_whatever_was_replayed() -> None:
@@ -546,6 +561,41 @@ def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_
         known.choose(STEP, 1 << 40, agree=agreed)  # replays nothing again
         assert [is_unsound for _, _, is_unsound in agreed.said] == [not replays]
         assert ("predicted by shares" in caplog.text) == (not replays)
+
+
+def test_what_is_reserved_wherever_segments_are_is_preferred_and_some_of_a_budget_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decisions, collects = list[Decision](), list[bool]()
+
+    def first_varies(*args: Any) -> Any:
+        collects.append(gc.isenabled())
+        found = present(replayed(*args))
+        decisions.append(args[2])
+        return found._replace(reserved_bytes=found.peak_bytes, varied_bytes=GIB if len(decisions) == 1 else 0)
+
+    monkeypatch.setattr("offload_engine._budget.replayed_choice.replayed", first_varies)
+    known, budget, was_on = known_with()[0], 40 * GIB, gc.isenabled()
+    gc.enable()
+    chosen = known.choose(STEP, budget, agree=Agreed())
+    assert gc.isenabled() and not any(collects), "no garbage is collected meanwhile"
+    if not was_on:
+        gc.disable()
+    assert decisions[0] in known._steps_of(STEP).uncertain and chosen.best.decision in decisions[1:]
+    assert chosen.best.held_bytes <= (1 - 1 / 128) * budget
+
+
+def test_a_floor_is_as_low_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what it reserves depends on addresses: a budget is refused only if it cannot be met."""
+    (known, _), (_, _, options, _) = known_with(), of_h200()
+    known.costs = dataclasses.replace(known.costs, options=options)
+    lowest = Decision(recomputing(options))
+    most = present(replayed(*of_h200()[:2], lowest, options)).reserved_bytes
+    monkeypatch.setattr(
+        "offload_engine._budget.replayed_choice.replayed",
+        lambda *args: present(replayed(*args))._replace(varied_bytes=3 * GIB),
+    )
+    assert known.choose(STEP, 30 * GIB, agree=Agreed()).floor.held_bytes == most - 3 * GIB
 
 
 def test_the_most_of_all_ranks_counts_and_one_that_cannot_replay_decides_for_all() -> None:
