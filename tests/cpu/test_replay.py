@@ -576,6 +576,7 @@ def test_what_is_reserved_wherever_segments_are_is_preferred_and_some_of_a_budge
 
     monkeypatch.setattr("offload_engine._budget.replayed_choice.replayed", first_varies)
     known, budget, was_on = known_with()[0], 40 * GIB, gc.isenabled()
+    known.costs = dataclasses.replace(known.costs, floor_ms=2e4)  # of which copies are a thirtieth
     gc.enable()
     chosen = known.choose(STEP, budget, agree=Agreed())
     assert gc.isenabled() and not any(collects), "no garbage is collected meanwhile"
