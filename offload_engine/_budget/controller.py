@@ -7,7 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine._budget.decide import Decider, decide_first, excess_of, has_outgrown
+from offload_engine._budget.decide import Decider, excess_of, has_outgrown
+from offload_engine._budget.first import decide_first
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.hold import HoldWatch

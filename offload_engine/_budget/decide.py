@@ -91,7 +91,7 @@ class Decider:
         self._policy = policy
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
-        self._is_checked = self._has_given_up = False
+        self._is_checked = self._has_given_up = self._is_pipeline = False
         self._left_bytes = 0  # beside the guard: a margin common to all ranks, whatever one has decided alone
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
         self.actions: tuple[Action, ...] = ()
@@ -179,17 +179,17 @@ class Decider:
         """
         actions, meet = tuple(recorder.actions()), self.meet
         shapes = self._policy.shapes(actions)
-        is_unlike = not are_alike(self.agree, text_of_shapes(shapes))
-        [cannot] = meet((int(shapes is None or is_unlike),))
+        [cannot] = meet((int(not are_alike(self.agree, text_of_shapes(shapes)) or shapes is None),))
         if shapes is None or cannot:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
-        job, model, wasted, recorded = learned(job, recorder, gauge, self.agree, self._is_early_certain)
+        job, model, wasted, recorded, waited_ms = learned(job, recorder, gauge, self.agree, self._is_early_certain)
         link = agreed_link(self.agree, _measured_link(self._context, job.shapes, meet, self.start_together))
         options = agreed_options(self.agree, self.find_options(job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
-        costs, guard_bytes = Costs(link, options=options, floor_ms=floor_ms), round(_WASTED_SHARE * wasted)
-        self.know(Known(job, model, costs, varied_share, recorded), guard_bytes)
+        self._is_pipeline |= meet is self.agree_all and not are_alike(meet, f"{actions}")  # stages run other ones
+        costs = Costs(link, options=options, floor_ms=floor_ms, waited_ms=waited_ms if self._is_pipeline else None)
+        self.know(Known(job, model, costs, varied_share, recorded), round(_WASTED_SHARE * wasted))
         return True
 
     def know(self, known: Known, guard_bytes: int) -> None:
@@ -308,25 +308,6 @@ def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_
 
     streams = context.copy_out_stream, context.copy_in_stream
     return measure_link(context.device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
-
-
-def decide_first(decider: Decider) -> Allowance:
-    """Decide about steps as the measured one.
-
-    Raises:
-        BudgetError: on every rank, if the budget of one is below its floor, and it has not decided before.
-    """
-    meet = decider.meet
-    try:
-        allowance = decider.decide()
-    except BudgetError:
-        meet((1,))
-        raise
-    [has_failed] = meet((0,))
-    if has_failed:
-        decider.chosen = None
-        raise BudgetError("gpu_budget is below what a step takes on another rank, which says by how much")
-    return allowance
 
 
 def correct_chosen(decider: Decider, excess: Excess) -> None:

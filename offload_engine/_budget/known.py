@@ -23,8 +23,9 @@ from offload_engine.planning.choose import (
     repredicted,
     with_curve,
 )
+from offload_engine.planning.fitted import fit
 from offload_engine.planning.memory import Excess, Job, MemoryModel
-from offload_engine.planning.predict import Costs, Prediction, Predictor, floor_ms_of, refitted_floor_ms
+from offload_engine.planning.predict import Costs, Prediction, Predictor, costs_of, refitted_costs
 from offload_engine.planning.recompute import options_of, with_recomputation
 from offload_engine.planning.shortened import shortened
 from offload_engine.planning.steps import Decision, Steps
@@ -178,24 +179,35 @@ class Known:
         Returns:
             What was chosen, with other times; None: nothing has changed, so what others were chosen by is the same.
         """
-        floor_ms = self.costs.floor_ms
-        if floor_ms is None or actions != self.job.actions:
+        if actions != self.job.actions:
             return None
         steps = self._steps_of(actions)
-        floor = steps.outcome(Decision())
-        refitted_ms = refitted_floor_ms(floor, floor_ms, chosen.best, chosen.busy_ratio, measured_ms)
-        if refitted_ms >= floor_ms:
+        costs = refitted_costs(steps.outcome(Decision()), self.costs, chosen.best, chosen.busy_ratio, measured_ms)
+        if costs is None:
             return None
-        self.costs = dataclasses.replace(self.costs, floor_ms=refitted_ms)
+        self.costs = costs
         return refitted(chosen, Predictor(self.job, self.model, self.costs, steps))
+
+    def work_ms(self, chosen: Chosen) -> tuple[float, float] | None:
+        """Return how long this rank computes and waits for copies in the measured step, and in one of a choice for it.
+
+        None if it is not known how much of a step it waits for other ranks.
+        """
+        floor_ms, waited_ms = self.costs.floor_ms, self.costs.waited_ms
+        if floor_ms is None or waited_ms is None:
+            return None
+        steps = self._steps_of(self.job.actions)
+        floor = steps.outcome(Decision())
+        fitted = fit(floor, floor_ms, waited_ms)
+        return fitted.work_ms(floor), fitted.work_ms(steps.outcome(chosen.best.decision))
 
     def _costs_of(self, steps: Steps) -> Costs:
         """Return the costs in these steps: the time of the floor was measured with the actions of one step."""
-        measured, floor_ms = self._steps_of(self.job.actions), self.costs.floor_ms
-        if steps is measured or floor_ms is None:
+        measured = self._steps_of(self.job.actions)
+        if steps is measured:
             return self.costs
         other, floor = (each.outcome(Decision()) for each in (steps, measured))
-        return dataclasses.replace(self.costs, floor_ms=floor_ms_of(other, floor, floor_ms))
+        return costs_of(other, floor, self.costs)
 
     def _few_of(self, steps: Steps) -> Steps:
         """Return steps of few microbatches, by which to choose for these. The allocator reserves the same for both."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final, NamedTuple
 
 from offload_engine._budget.agreement import Agree, agreed_job, agreed_model
 from offload_engine._budget.measure import MeasuringRecorder
@@ -13,13 +14,26 @@ from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Choices
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
 
+_US: Final = 1e3
+"""Of a millisecond."""
 
-def learned(
-    job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Agree, is_early_certain: bool
-) -> tuple[Job, MemoryModel, int, RecordedStep | None]:
-    """Return the job with its times, the model of its memory, the bytes that were reserved in vain, and allocations.
 
-    The last is None if a rank could not record them.
+class Learned(NamedTuple):
+    """What a measured step has shown."""
+
+    job: Job
+    """With times."""
+    model: MemoryModel
+    wasted_bytes: int
+    """Reserved in vain."""
+    recorded: RecordedStep | None
+    """None if a rank could not record its allocations."""
+    waited_ms: float
+    """How long compute waited for copies."""
+
+
+def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Agree, is_early_certain: bool) -> Learned:
+    """Return what a measured step has shown.
 
     Args:
         job: of the step, in which everything was offloaded; without times.
@@ -38,8 +52,9 @@ def learned(
     model = make_memory_model(job, memory, is_early_certain=is_early_certain)
     recorded = recorder.allocations()
     num_events = 0 if recorded is None else recorded.num_events
-    wasted, lacks_record, most_events = agree((wasted, int(recorded is None), num_events))
+    waited_us = round(_US * sum(wait.exposed_ms for wait in waits))
+    wasted, lacks_record, most_events, waited_us = agree((wasted, int(recorded is None), num_events, waited_us))
     if recorded is not None:
         recorded.most_events = most_events
     model = agreed_model(agree, model, job.residents(Choices()).before)
-    return job, model, wasted, None if lacks_record else recorded
+    return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US)

@@ -66,7 +66,7 @@ def summary_of(chosen: Chosen, budget_bytes: int, measured: Measured, outside_by
         budget_bytes=budget_bytes,
         predicted_peak_bytes=best.held_bytes,
         measured_peak_bytes=measured.held_bytes,
-        predicted_step_ms=best.step_ms,
+        predicted_step_ms=chosen.step_ms,
         measured_step_ms=measured.milliseconds,
         kept_bytes=sum(best.kept_bytes.values()),
         offloaded_bytes=sum(best.moved_bytes.values()),

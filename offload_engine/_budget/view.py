@@ -84,13 +84,13 @@ class BudgetView:
 
     def log(self) -> None:
         """Log the decision with its measurements."""
-        assert self.decider.chosen is not None
-        best = self.decider.chosen.best
+        chosen = self.decider.chosen
+        assert chosen is not None
         logger.info(
             "gpu_budget %.2f GiB: predicted %.2f GiB and %.1f ms, measured %.2f GiB and %.1f ms",
             self.decider.budget_bytes / _GIB,
-            best.held_bytes / _GIB,
-            best.step_ms,
+            chosen.best.held_bytes / _GIB,
+            chosen.step_ms,
             self.measured.held_bytes / _GIB,
             self.measured.milliseconds,
         )

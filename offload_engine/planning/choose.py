@@ -48,6 +48,13 @@ class Chosen(NamedTuple):
     """The ratio with which these times are predicted; see `Costs`."""
     most_busy_ratio: float = 1.0
     """See `Predictor.most_busy_ratio`."""
+    pipeline_ms: float | None = None
+    """How long a step of the best takes in a pipeline whose other stages may be slower; None: not known."""
+
+    @property
+    def step_ms(self) -> float:
+        """Return how long a step of the best takes."""
+        return self.best.step_ms if self.pipeline_ms is None else self.pipeline_ms
 
 
 def choose(
@@ -112,11 +119,8 @@ def remeasured(chosen: Chosen, held_bytes: int, overhead_bytes: int, model: Memo
     def again(prediction: Prediction) -> Prediction:
         return prediction._replace(held_bytes=held_with(model, steps, prediction.decision))
 
-    best, floor, top = (
-        chosen.best._replace(held_bytes=held_bytes, overhead_bytes=overhead_bytes),
-        again(chosen.floor),
-        again(chosen.top),
-    )
+    best = chosen.best._replace(held_bytes=held_bytes, overhead_bytes=overhead_bytes)
+    floor, top = again(chosen.floor), again(chosen.top)
     ends = {floor.decision: floor, top.decision: top, best.decision: best}
     curve = [ends.get(each.decision) or again(each) for each in chosen.curve]
     return chosen._replace(best=best, floor=ends[floor.decision], top=ends[top.decision], curve=_improving(curve))
@@ -153,7 +157,8 @@ def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
         return with_busy_ratio(prediction, chosen.busy_ratio, ratio)
 
     best, floor, top = again(chosen.best), again(chosen.floor), again(chosen.top)
-    return chosen._replace(best=best, floor=floor, top=top, curve=tuple(map(again, chosen.curve)), busy_ratio=ratio)
+    curve = tuple(map(again, chosen.curve))
+    return chosen._replace(best=best, floor=floor, top=top, curve=curve, busy_ratio=ratio, pipeline_ms=None)
 
 
 def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:

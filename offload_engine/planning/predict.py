@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
 from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.clocks import Link
+from offload_engine.planning.fitted import Fit, fit
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.moves import OUT, GroupKey
 from offload_engine.planning.recompute import RecomputeOption
@@ -70,6 +71,8 @@ class Costs:
     options: tuple[RecomputeOption, ...] = ()
     floor_ms: float | None = None
     """Measured time of a step in which everything was offloaded; None: as simulated."""
+    waited_ms: float | None = None
+    """How long compute waited for copies in it, if this rank also waits for others, in a pipeline. None: not known."""
     busy_ratio: float = 1.0
     """How much longer compute takes if it never waits for copies than if everything is offloaded: a GPU that idles less
     clocks lower. (Dense, 8 layers, one H200: 870 ms against 764, where a third of the floor is waits.)"""
@@ -98,8 +101,7 @@ class Predictor:
         self.model: MemoryModel = model
         self.costs: Costs = costs
         self._predictions: dict[Decision, Prediction] = {}
-        self._stall_share = 1.0  # share of the simulated waits that is real
-        self._rest_ms = 0.0  # time of a step that is not simulated, for instance waits for other ranks
+        self._fit = Fit(1.0)
         self._floor_stalled_ms = 0.0  # as simulated
         self.most_busy_ratio: float = 1.0
         self.busy_ratio: float = 1.0
@@ -122,7 +124,7 @@ class Predictor:
         outcome = self.steps.outcome(decision)
         if not self._predictions:
             self._calibrate(outcome)
-            self._limit_ratio(self._fitted_ms(outcome))
+            self._limit_ratio(self._fit.step_ms(outcome))
         busy = self._busy_share(outcome)
         job, plan, residents = self.steps.planned(decision)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
@@ -130,7 +132,7 @@ class Predictor:
             decision,
             self.held_bytes(decision),
             residents.most,
-            max(0.0, self._fitted_ms(outcome)) * _slower(self.busy_ratio, busy),
+            max(0.0, self._fit.step_ms(outcome)) * _slower(self.busy_ratio, busy),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
             *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
@@ -139,20 +141,18 @@ class Predictor:
             host_ms=len(moved) * self.costs.host_us / 1e3,
         )
 
-    def _fitted_ms(self, outcome: Outcome) -> float:
-        return outcome.milliseconds + self._rest_ms - (1.0 - self._stall_share) * outcome.stalled_ms
-
     def _busy_share(self, outcome: Outcome) -> float:
         return max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0
 
     def _calibrate(self, floor: Outcome) -> None:
         self._floor_stalled_ms = floor.stalled_ms
         if self.costs.floor_ms is not None:
-            self._stall_share, self._rest_ms = _fit(floor, self.costs.floor_ms)
+            self._fit = fit(floor, self.costs.floor_ms, self.costs.waited_ms)
 
     def _limit_ratio(self, floor_ms: float) -> None:
         if floor_ms > 0:
-            self.most_busy_ratio = 1.0 + self._stall_share * self._floor_stalled_ms / floor_ms
+            waited_ms = self._fit.scale * self._fit.stall_share * self._floor_stalled_ms
+            self.most_busy_ratio = 1.0 + waited_ms / floor_ms
         self.busy_ratio = min(self.costs.busy_ratio, self.most_busy_ratio)
 
     def _bytes_of(
@@ -182,55 +182,46 @@ class Predictor:
         return held_with(self.model, self.steps, decision)
 
 
-def _fit(floor: Outcome, floor_ms: float) -> tuple[float, float]:
-    """Fit simulated times to a measurement with everything offloaded.
+def costs_of(other: Outcome, floor: Outcome, costs: Costs) -> Costs:
+    """Return the costs in steps of other actions, from the measurement of one step.
 
-    Waits for copies are fitted first, because a simulation knows least about when copies complete. (16 layers on one
-    H200, everything offloaded: 358 ms of simulated waits, 245 of measured ones.) They never exceed the simulated ones:
-    the remaining difference is the same for every decision.
-
-    Returns:
-        The share of simulated waits that is real, and the ms that are not simulated.
-    """
-    over_ms = floor_ms - floor.busy_ms
-    share = min(1.0, max(0.0, over_ms / floor.stalled_ms)) if floor.stalled_ms else 1.0
-    return share, over_ms - share * floor.stalled_ms
-
-
-def floor_ms_of(other: Outcome, floor: Outcome, floor_ms: float) -> float:
-    """Return how long a step of other actions takes with everything offloaded, from the measurement of one step.
-
-    The same share of its simulated waits is real, and the time that is not simulated grows with its compute.
+    The same share of the simulated waits is real, and the time that is not simulated grows with the compute.
 
     Args:
-        other: simulated step, with everything offloaded.
+        other: simulated step of the other actions, with everything offloaded.
         floor: simulated step of the measured actions, with everything offloaded.
-        floor_ms: measured time of the floor.
+        costs: in steps of the measured actions.
     """
-    share, rest_ms = _fit(floor, floor_ms)
-    scale = other.busy_ms / floor.busy_ms if floor.busy_ms else 1.0
-    return other.busy_ms + share * other.stalled_ms + scale * rest_ms
+    if costs.floor_ms is None:
+        return costs
+    fitted = fit(floor, costs.floor_ms, costs.waited_ms)
+    grown = other.busy_ms / floor.busy_ms if floor.busy_ms else 1.0
+    floor_ms = fitted._replace(rest_ms=grown * fitted.rest_ms).step_ms(other)
+    waited_ms = None if costs.waited_ms is None else fitted.stall_share * other.stalled_ms
+    return replace(costs, floor_ms=floor_ms, waited_ms=waited_ms)
 
 
-def refitted_floor_ms(
-    floor: Outcome, floor_ms: float, prediction: Prediction, busy_ratio: float, measured_ms: float
-) -> float:
-    """Return how long a step takes with everything offloaded: less than measured, if a later step shows that.
+def refitted_costs(
+    floor: Outcome, costs: Costs, prediction: Prediction, busy_ratio: float, measured_ms: float
+) -> Costs | None:
+    """Return costs by which a step takes less than measured with everything offloaded, if a later step shows that.
 
     The measured step may have been delayed, which affects all predictions. Only time that no simulation explains is
     subtracted, unless the later step waits for copies as long.
 
     Args:
         floor: simulated step, with everything offloaded.
-        floor_ms: its measured time.
+        costs: with its measured time.
         prediction: prediction of the later step from these.
         busy_ratio: ratio that it was predicted with; see `Costs`.
         measured_ms: time of the later step.
     """
+    if costs.floor_ms is None:
+        return None
     over_ms = _unslowed_ms(prediction, busy_ratio) - measured_ms
     if prediction.busy >= _LEAST_BUSY:
-        over_ms = min(over_ms, _fit(floor, floor_ms)[1])
-    return floor_ms - max(0.0, over_ms)
+        over_ms = min(over_ms, costs.floor_ms - fit(floor, costs.floor_ms, costs.waited_ms).work_ms(floor))
+    return None if over_ms <= 0 else replace(costs, floor_ms=costs.floor_ms - over_ms)
 
 
 def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from threading import Barrier
 
 import pytest
 import torch
 
 from offload_engine import ChunkKey, GroupTraits, OffloadConfig, OffloadEngine, Planned
 from offload_engine._budget.decide import Decider
+from offload_engine._budget.first import decide_first
 from offload_engine._budget.known import Known
 from offload_engine._budget.state import State
 from offload_engine._policy.keeping import Keeping
@@ -548,6 +551,65 @@ def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: 
     assert captured.milliseconds == pytest.approx(asking.milliseconds, abs=1e-6)
     for name in ("peak_resident_bytes", "peak_host_bytes"):
         assert [getattr(s, name) for s in captured.stats] == [getattr(s, name) for s in asking.stats]
+
+
+# -- steps of a pipeline ----------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Ranks, one to a thread, that take the largest of each number."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = Barrier(num_ranks, timeout=60)
+        self._said: list[tuple[int, ...]] = [()] * num_ranks
+
+    def agree(self, rank: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        self._said[rank] = numbers
+        self._barrier.wait()
+        found = tuple(map(max, zip(*self._said, strict=True)))
+        self._barrier.wait()
+        return found
+
+
+def decided_together(pipeline: PipelineJob, share: float) -> list[Decider]:
+    """Decide on each rank, by a step of the pipeline in which everything moves, for a share of what could stay."""
+    floor, meeting, deciders = simulate_planned(pipeline), Meeting(len(pipeline.ranks)), []
+    for number, (rank, measured) in enumerate(zip(pipeline.ranks, floor.ranks, strict=True)):
+        job = Job(rank.actions, rank.shapes)
+        model = flat_model(job)
+        costs = Costs(pipeline.link, floor_ms=floor.milliseconds, waited_ms=measured.stalled_ms)
+        ends = choose(job, model, 1 << 50, costs)
+        budget = ends.floor.held_bytes + round(share * (ends.top.held_bytes - ends.floor.held_bytes))
+        decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+        decider.agree_all = partial(meeting.agree, number)
+        decider.know(Known(job, model, costs), 0)
+        deciders.append(decider)
+    with ThreadPoolExecutor(len(deciders)) as threads:
+        list(threads.map(decide_first, deciders))
+    return deciders
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("head_ms", [2.75, 15.0])
+def test_first_predictions_of_a_pipeline_are_those_of_all_its_ranks(virtual: int, share: float, head_ms: float) -> None:
+    """By its own times alone a rank would be up to a fifth too short, because others make it wait, or too long."""
+    job = dense_job(ALL, virtual=virtual)
+    shapes = ([dataclasses.replace(s, head_ms=head_ms * s.has_head) for s in rank.shapes] for rank in job.ranks)
+    ranks = tuple(dataclasses.replace(rank, shapes=tuple(own)) for rank, own in zip(job.ranks, shapes, strict=True))
+    job = PipelineJob(ranks, Link(40.0, 38.0))
+    deciders = decided_together(job, share)
+    planned = [present(d.known)._steps_of(d.actions).planned(present(d.chosen).best.decision) for d in deciders]
+    decided = PipelineJob(
+        tuple(RankJob(each.job.actions, each.job.shapes, each.job.bounds) for each in planned), job.link
+    )
+    truth_ms = simulate(decided, [each.plan for each in planned]).milliseconds
+    for decider in deciders:
+        chosen = present(decider.chosen)
+        assert chosen.step_ms == pytest.approx(truth_ms, rel=0.06)
+        assert chosen.floor.step_ms == pytest.approx(present(present(decider.known).costs.floor_ms))
+        decider.correct_time(truth_ms)  # of this rank from now on
+        assert present(decider.chosen).step_ms == present(decider.chosen).best.step_ms
 
 
 # -- steps of many microbatches ---------------------------------------------------------------------------------------

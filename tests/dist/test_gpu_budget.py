@@ -22,6 +22,7 @@ from megatron_patches import Handle, apply
 from megatron_patches._model.candidates import find_candidates
 from megatron_patches._model.gpu_budget import checked
 from offload_engine import OffloadConfig, OffloadEngine
+from offload_engine._budget.learn import learned
 from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
 from offload_engine.planning.clocks import Link
@@ -188,7 +189,8 @@ def where_the_link_is_behind() -> Iterator[None]:
     """All but copies takes no time: times of tiny models are left to chance."""
     with mock.patch(f"{DECIDE}.measure_link", return_value=Link(1e-6, 1e-6)):
         with mock.patch(f"{DECIDE}.agreed_numbers", return_value=[2e6, 0.0]):
-            yield
+            with mock.patch(f"{DECIDE}.learned", lambda *args: learned(*args)._replace(waited_ms=2e6)):
+                yield
 
 
 def _recomputing(model: str, **more: Any) -> list[Any]:
