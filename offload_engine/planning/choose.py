@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from offload_engine.errors import BudgetError
+from offload_engine.planning.by_name import kept_beside_names
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Prediction, Predictor, held_with, with_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly, first_layers, recomputing
 from offload_engine.planning.steps import Decision, Steps
-from offload_engine.planning.worth import ms_per_byte, order_to_keep
+from offload_engine.planning.worth import ms_per_byte, order_to_keep, peak_costs
 
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 2
@@ -25,11 +26,9 @@ _WORTH_A_TRY: Final = 1 / 128
 _KEPT_SHARES: Final = 2
 """How many shares of the groups that could always stay are tried, each with room for the rest."""
 _SHARES_RECOMPUTED: Final = (0.25, 0.5, 0.75, 1.0)
-_SHARE_STEPS: Final = (0.125, 0.0625)
-"""Distances from the best share at which more shares are tried, in both directions."""
+_SHARE_STEPS: Final = (0.125, 0.0625)  # distances from the best share at which more are tried, in both directions
 _EQUAL: Final = 1.0005
 """Steps within this ratio take the same time: then the one that moves less is better."""
-
 
 _Part = Callable[[Collection[RecomputeOption], float], list[RecomputeOption]]
 
@@ -206,13 +205,16 @@ class _Chooser:
     def candidates(self) -> list[Prediction]:
         """Predict steps that fill the budget: with room for any group, with groups that always stay, with both.
 
-        With room compute waits least, because the group that is needed next uses it. Groups that always stay cost the
-        host no time.
+        With room compute waits least, because the group that is needed next uses it. Groups that always stay, by their
+        worth or all but those of some names, cost the host no time.
         """
-        kept = self._fill(order_to_keep(self._predictor))
+        costs = peak_costs(self._predictor)
+        kept = self._fill(order_to_keep(self._predictor, costs))
+        beside = kept_beside_names(self._predictor, self.limit_bytes, costs, self._recomputed)
         counts = sorted({len(kept) * share // _KEPT_SHARES for share in range(_KEPT_SHARES)})
         decisions = [self._with_room(self._choices(kept[:n])) for n in counts]
-        return [self._predictor.predict(decision) for decision in (*decisions, Decision(self._choices(kept)))]
+        whole = [Decision(self._choices(each)) for each in (kept, beside) if each is not None]
+        return [self._predictor.predict(decision) for decision in (*decisions, *whole)]
 
     def _with_room(self, choices: Choices) -> Decision:
         """Give groups that do not stay as much room as fits the budget, and at least that of the floor."""
@@ -257,8 +259,7 @@ class _Chooser:
         """Predict steps that recompute groups, where compute waits for copies, if that costs less than to copy them."""
         if best.stalled_ms < (_EQUAL - 1) * best.step_ms and not best.decision.choices.recomputed:
             return []
-        is_needed = self._floor.held_bytes > self.limit_bytes
-        limit = float("inf") if is_needed else ms_per_byte(self._predictor)
+        limit = float("inf") if self._floor.held_bytes > self.limit_bytes else ms_per_byte(self._predictor)
         found = cheapest_first(self._predictor.costs.options) if self._is_free else []
         options = [option for option in found if option.ms_per_byte < limit]
         return self._recomputing(options) if options else []

@@ -12,15 +12,19 @@ from offload_engine.planning.residents import groups_before
 from offload_engine.planning.steps import Decision
 
 
-def order_to_keep(predictor: Predictor) -> list[Slot]:
+def order_to_keep(predictor: Predictor, costs: Mapping[Slot, int]) -> list[Slot]:
     """Return the groups that move when everything is offloaded, in the order in which to keep them.
 
     Groups that are worth most per byte at the peak come first. Worth is host time, plus the exposed time of copies.
     Bytes that are not on the device at the peak, or would be there anyway, do not count. Among equals, layers whose
     backward comes first precede the others, because their copies have the least time.
+
+    Args:
+        predictor: predicts the steps.
+        costs: see `peak_costs`.
     """
     num_moves = _num_moves(predictor)
-    worth, costs = _worth(predictor, num_moves), _peak_costs(predictor)
+    worth = _worth(predictor, num_moves)
     places = {slot: number for number, slot in enumerate(predictor.nbytes)}  # in the order of forward, by stage
     late = sorted(num_moves, key=lambda slot: -places[slot])
     return sorted(late, key=lambda slot: -worth[slot] / max(costs[slot], 1))
@@ -47,9 +51,8 @@ def _worth(predictor: Predictor, num_moves: Mapping[Slot, int]) -> dict[Slot, fl
     return {slot: count * host_ms + exposed * copy_ms[slot] for slot, count in num_moves.items()}
 
 
-def _peak_costs(predictor: Predictor) -> dict[Slot, int]:
+def peak_costs(predictor: Predictor) -> dict[Slot, int]:
     """Return by how many bytes keeping each slot would raise the peak of a step that keeps all, or none."""
-
     job = predictor.job
     decisions = [Decision(), Decision(Choices(frozenset(predictor.nbytes)))]
     steps = [predictor.steps.planned(decision) for decision in decisions]

@@ -7,6 +7,7 @@ import dataclasses
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import combinations
 from threading import Barrier
 
 import pytest
@@ -23,6 +24,7 @@ from offload_engine._policy.policy import Policy
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.errors import BudgetError
+from offload_engine.planning.by_name import kept_beside_names
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, slots_of
 from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
@@ -37,6 +39,7 @@ from offload_engine.planning.shapes import GroupShape
 from offload_engine.planning.shortened import shortened
 from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
 from offload_engine.planning.steps import Decision, Outcome, Steps
+from offload_engine.planning.worth import peak_costs
 from offload_engine.schedule import count_alive, interleaved, no_pipelining, one_forward_one_backward
 from tests.dense_jobs import ALL, ATTENTION, DEEP, MIB, MOST, ONE_RANK, dense_job, simulate_planned, with_bounds
 from tests.engine_on_clocks import SCALE, ClockDevice, EngineRank, _run_rank, run_engine
@@ -113,6 +116,29 @@ def test_every_budget_holds_and_more_memory_takes_no_longer(name: str) -> None:
     assert curve[0].held_bytes <= floor.held_bytes and curve[-1].step_ms == top.step_ms
     sizes, times = [each.held_bytes for each in curve], [each.step_ms for each in curve]
     assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+def test_of_names_whose_groups_leave_those_are_found_that_move_least(share: float) -> None:
+    job, model = one_rank()
+    predictor, [floor, top] = Predictor(job, model, COSTS), ends("one rank")
+    limit = round(floor.held_bytes + share * (top.held_bytes - floor.held_bytes))
+
+    def moved_bytes(kept: frozenset[Slot]) -> int:
+        return sum(predictor.predict(Decision(Choices(kept))).moved_bytes.values())
+
+    kept = present(kept_beside_names(predictor, limit, peak_costs(predictor), frozenset()))
+    assert predictor.held_bytes(Decision(Choices(kept))) <= limit
+    names = {slot.name for slot in predictor.nbytes}
+    assert {slot.name for slot in kept}.isdisjoint({slot.name for slot in predictor.nbytes if slot not in kept})
+    subsets = (leaving for num in range(len(names) + 1) for leaving in combinations(sorted(names), num))
+    others = [frozenset(slot for slot in predictor.nbytes if slot.name not in leaving) for leaving in subsets]
+    fitting = [each for each in others if predictor.held_bytes(Decision(Choices(each))) <= limit]
+    assert moved_bytes(kept) == min(map(moved_bytes, fitting))
+    some = frozenset(slot for slot in predictor.nbytes if slot.layer == 0)
+    beside = kept_beside_names(predictor, limit, peak_costs(predictor), some)
+    assert beside is None or some.isdisjoint(beside)
+    assert kept_beside_names(predictor, 0, peak_costs(predictor), frozenset()) is None
 
 
 def test_a_budget_below_the_floor_says_by_how_much() -> None:
