@@ -37,7 +37,7 @@ class Bench:
     def turn(self, contender: Contender, round_number: int) -> dict[str, Any]:
         """Run one turn; return this rank's record."""
         entry = contender.entry
-        _release()
+        self._release()
         pinned_before = _pinned_bytes()
         try:
             contender.attach()
@@ -58,7 +58,7 @@ class Bench:
             details = contender.details()
         finally:
             contender.detach()
-            _release()
+            self._release()
         self._fingerprints.append((entry.label, round_number, found))
         return {
             **{"kind": "turn", "contender": entry.contender, "label": entry.label, "modules": list(entry.modules)},
@@ -97,6 +97,13 @@ class Bench:
                 is_ready = all(self._ranks.gather(contender.is_ready()))  # each step takes all ranks
         torch.cuda.synchronize()
 
+    def _release(self) -> None:
+        """Free all memory that a contender left behind, pinned memory too."""
+        torch.cuda.synchronize()
+        self.training.release()
+        gc.collect()
+        empty_caches()
+
     def _prepare(self, label: str) -> None:
         self._on_step(label)
         self._ranks.barrier()
@@ -124,13 +131,6 @@ def timed_steps(
         done_ms.append((time.perf_counter() - begin) * 1e3)
         issued_ms.append((issued - begin) * 1e3)
     return done_ms, issued_ms, losses
-
-
-def _release() -> None:
-    """Free all memory that a contender left behind, pinned memory too."""
-    torch.cuda.synchronize()
-    gc.collect()
-    empty_caches()
 
 
 def _memory() -> dict[str, int]:

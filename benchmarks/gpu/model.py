@@ -148,8 +148,7 @@ class Training:
         # Looked up at each step: a contender may have replaced it.
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        for parameter in () if self._keeps_gradients else self._parameters:
-            parameter.grad = None
+        self._drop_gradients()
         has_stages = bool(self._shape.vpp)
         results = get_forward_backward_func()(
             forward_step_func=self._forward,
@@ -162,6 +161,18 @@ class Training:
         )
         self._optimizer.step()
         return [result["loss"] for result in results or ()]
+
+    def release(self) -> None:
+        """Drop what a step leaves: its blocks would keep whole segments of a contender from being returned."""
+        from megatron.core.utils import get_attr_wrapped_model
+
+        self._drop_gradients()
+        for chunk in self._chunks:
+            get_attr_wrapped_model(chunk, "set_input_tensor")([None])
+
+    def _drop_gradients(self) -> None:
+        for parameter in () if self._keeps_gradients else self._parameters:
+            parameter.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of the last step by name."""

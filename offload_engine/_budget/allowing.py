@@ -31,4 +31,5 @@ def allowance_of(chosen: Chosen, shapes: Shapes, actions: tuple[Action, ...]) ->
     }
     kept = {slot: nbytes for slot, nbytes in sizes.items() if slot in choices.kept}
     saved = None if room is None else chosen.top.resident_bytes
-    return Allowance(choices, kept, round(TOLERANCE * best.resident_bytes), room, saved, frozenset(sizes), actions)
+    most = round(TOLERANCE * best.resident_bytes)
+    return Allowance(choices, kept, most, room, saved, best.arena_bytes, frozenset(sizes), actions)

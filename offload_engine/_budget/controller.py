@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _MAX_TRIES: Final = 8
 """To measure a step whose chunks can be planned."""
 _WINDOW_STEPS: Final = 50
+_OPTIMIZED: Final = 2
+"""Steps after which optimizers have their state, which no arena of a given plan has room for."""
 _US: Final = 1e3
 """Of a millisecond."""
 
@@ -74,7 +76,7 @@ class BudgetController(BudgetView):
         self._floor = FloorSteps(self._margin)
         self._num_steps = self._num_tries = 0
         self._has_trimmed = False  # for the first decision
-        self._in_force = InForce(decider, keeping)
+        self._in_force = InForce(decider, keeping, self._last)
         self._hold = HoldWatch(decider, self._in_force, self._last)
 
     # -- the engine calls --------------------------------------------------------------------------------------------
@@ -140,9 +142,10 @@ class BudgetController(BudgetView):
         self._forget_recorder()
 
     def close(self) -> None:
-        """Stop watching optimizers and allocations. Idempotent."""
+        """Stop watching optimizers and allocations, and return the arena if nothing is in it. Idempotent."""
         self._floor.optimizers.close()
         self._forget_recorder()
+        self._gauge.trim()
 
     def _forget_recorder(self) -> None:
         recorder, self._recorder, self.decider.runs.notes = self._recorder, None, None
@@ -170,6 +173,8 @@ class BudgetController(BudgetView):
         if self.state is State.FLOOR:
             self._conclude_floor()
         elif self.state is State.HOLD:
+            if self._num_steps == _OPTIMIZED and self.decider.chosen is None:
+                self._in_force.clear_allocator()
             if not (self._times.num_awaited and self._changes_by_its_time()):
                 self._watch()
         elif self.state is State.VERIFY:
@@ -220,8 +225,8 @@ class BudgetController(BudgetView):
             return self._gauge.trim()  # to measure again
         self._num_tries = 0
         self._verifier.begin()
-        self._gauge.trim()  # the blocks of fully offloaded steps would fit badly
         self._in_force.allow(allowance)
+        self._in_force.clear_allocator()  # the blocks of fully offloaded steps would fit badly
         self._go(State.VERIFY)
 
     def _verify(self) -> None:
@@ -239,7 +244,7 @@ class BudgetController(BudgetView):
         if self._verifier.settles(self.decider.actions, excess, is_planned=was_settled):
             self.decider.correct_time(measured_us / _US)
         elif not was_settled:
-            return self._gauge.trim()  # the blocks of groups that no plan knew would fit badly
+            return self._in_force.clear_allocator()  # the blocks of groups that no plan knew would fit badly
         elif self._verifier.fits(excess):
             return None
         allowance = self._verifier.judge(excess)
@@ -249,7 +254,7 @@ class BudgetController(BudgetView):
             self._go(State.HOLD)
             return self.log()
         self._in_force.allow(allowance)
-        self._gauge.trim()  # the blocks of the previous decision would fit badly
+        self._in_force.clear_allocator()  # the blocks of the previous decision would fit badly
 
     def _changes_by_its_time(self) -> bool:
         """Correct times by the first steps that hold; return whether another decision is in force by them."""
@@ -262,7 +267,7 @@ class BudgetController(BudgetView):
         allowance = self._verifier.reconsider()
         if allowance is not None:
             self._in_force.allow(allowance)
-            self._gauge.trim()
+            self._in_force.clear_allocator()
             self._go(State.VERIFY)
         return allowance is not None
 

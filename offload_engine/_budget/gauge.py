@@ -50,6 +50,9 @@ class ResidentGauge:
     def trim(self) -> None:
         """See `MemoryGauge`."""
 
+    def reserve(self, nbytes: int) -> None:
+        """See `MemoryGauge`."""
+
     def record(self) -> bool:
         """See `MemoryGauge`."""
         return False

@@ -64,7 +64,7 @@ class HoldWatch:
             logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
             self._keep_less(over, held_bytes)
         self._num_since_trim = 0
-        gauge.trim()  # otherwise an evaluation or an optimizer has left more in the allocator
+        self._in_force.clear_allocator()  # otherwise an evaluation or an optimizer has left more in it
         gauge.reset()
 
     def use_what_is_left(self) -> None:
@@ -85,6 +85,7 @@ class HoldWatch:
         if chosen.best.stalled_ms > 0 or chosen.best.recomputed_bytes:
             self._num_unused = 0
             self._correct(Excess((need - chosen.best.held_bytes) // 2))
+            self._in_force.clear_allocator()
 
     def _keep_less(self, over: int, held_bytes: int) -> None:
         self._num_excesses += 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from offload_engine._budget.decide import Decider
+from offload_engine._budget.last_step import LastStep
 from offload_engine._policy.keeping import Keeping
 from offload_engine.planning.choices import Allowance, Slot
 
@@ -14,17 +15,20 @@ class InForce:
     Args:
         decider: makes models recompute what was chosen.
         keeping: receives what to keep.
+        last: its gauge is of the allocator that serves the steps.
 
     Attributes:
         recomputed: slots that the next step recomputes.
         is_settled: False in the first step with other groups, which no plan knows.
     """
 
-    def __init__(self, decider: Decider, keeping: Keeping) -> None:
+    def __init__(self, decider: Decider, keeping: Keeping, last: LastStep) -> None:
         self.recomputed: frozenset[Slot] = frozenset()
         self.is_settled: bool = True
         self._decider = decider
         self._keeping = keeping
+        self._last = last
+        self._arena_bytes = 0
 
     def allow(self, allowance: Allowance) -> None:
         """Apply an allowance from the next step on."""
@@ -32,3 +36,18 @@ class InForce:
         self._decider.apply(allowance.choices)
         self.is_settled &= allowance.choices.recomputed == self.recomputed
         self.recomputed = allowance.choices.recomputed
+        if allowance.arena_bytes is not None:
+            self._arena_bytes = allowance.arena_bytes
+
+    def clear_allocator(self) -> None:
+        """Replace what the allocator has reserved and does not use by the arena of the decision.
+
+        A block that lasts from a step keeps its whole segment, which may be the last arena. So no more is reserved than
+        makes the process hold what was predicted.
+        """
+        gauge, saved = self._last.gauge, self._decider.saved
+        gauge.trim()
+        if self._arena_bytes and saved is not None:
+            gauge.reset()
+            gauge.reserve(min(self._arena_bytes, saved.held_bytes - gauge.held_bytes()))
+            gauge.reset()  # that was a peak

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 from offload_engine._budget.agreement import Agree
 from offload_engine._budget.replayed_choice import ReplayedChoice
@@ -30,9 +29,6 @@ from offload_engine.planning.recompute import options_of, with_recomputation
 from offload_engine.planning.shortened import shortened
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
-
-_LEFT_SHARE: Final = 1 / 128
-"""Share of a budget by which a replayed step may hold more. (On H200s 124 to 366 MiB in a fifth of 25 budgets.)"""
 
 
 @contextmanager
@@ -128,12 +124,12 @@ class Known:
 
         found = None
         if agree is not None and self._recorded is not None and actions == self.job.actions:
-            left = left_bytes + round(_LEFT_SHARE * budget_bytes)
             replays = ReplayedChoice(
-                self._recorded, self.job, lambda: self._predictor(steps, self.model), budget_bytes - left, agree
+                self._recorded, self.job, lambda: self._predictor(steps, self.model), budget_bytes - left_bytes, agree
             )
             found = replays.choose(
-                lambda wasted_bytes: choose_with(self.model.hoping(wasted_bytes), left), is_free=recomputed is None
+                lambda wasted_bytes: choose_with(self.model.hoping(wasted_bytes), left_bytes),
+                is_free=recomputed is None,
             )
             self._recorded = self._recorded if replays.is_sound else None
         if found is None:

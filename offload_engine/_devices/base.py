@@ -74,6 +74,9 @@ class MemoryGauge(Protocol):
     def trim(self) -> None:
         """Return memory that is reserved and not in use to the device."""
 
+    def reserve(self, nbytes: int) -> None:
+        """Reserve memory at once, for the current stream. No-op for a negative number, or if the device has less."""
+
     def record(self) -> bool:
         """Start recording allocations, until `recorded`; return False, without effect, if that is not possible."""
 

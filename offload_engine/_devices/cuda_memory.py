@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from offload_engine._devices.cuda_trace import start_recording, stop_recording
 from offload_engine.planning.allocations import AllocationLog
+from offload_engine.sizes import short_size
+
+logger = logging.getLogger(__name__)
 
 
 class CudaMemory:
@@ -46,6 +51,15 @@ class CudaMemory:
     def trim(self) -> None:
         """See `MemoryGauge`."""
         torch.cuda.empty_cache()
+
+    def reserve(self, nbytes: int) -> None:
+        """See `MemoryGauge`."""
+        if nbytes <= 0:
+            return
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            logger.info("offload budget: %s were not reserved at once: %s", short_size(nbytes), error)
 
     def record(self) -> bool:
         """See `MemoryGauge`."""

@@ -78,6 +78,8 @@ class Allowance:
     """Bound on the bytes of groups on the device: the other groups stay while they fit. None: they leave."""
     saved_bytes: int | None = None
     """Bytes that groups have saved, on device or host, when a step's first backward begins; None: not known yet."""
+    arena_bytes: int | None = None
+    """Of the arena that the allocator reserves before the step; see `replayed`. None: as before."""
     slots: frozenset[Slot] = frozenset()
     """Every slot for which a choice was made; empty: not known."""
     actions: tuple[Action, ...] = field(default=(), compare=False)

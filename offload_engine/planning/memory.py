@@ -175,10 +175,10 @@ class MemoryModel:
         return max(residents, key=lambda boundary: self._peak_at(boundary, residents[boundary], 0.0), default=None)
 
     def hoping(self, wasted_bytes: int | None) -> MemoryModel:
-        """Return a model by which steps that move something reserve as little in vain as one that was replayed."""
+        """Return a model by which steps that move something reserve as much in vain as one that was replayed."""
         if wasted_bytes is None or not self.wasted_bytes:
             return self
-        return replace(self, moving_share=min(self.moving_share, wasted_bytes / self.wasted_bytes))
+        return replace(self, moving_share=wasted_bytes / self.wasted_bytes)
 
     def of_few(self, moved_bytes: int) -> MemoryModel:
         """Return the model for steps of a few of the measured microbatches: each may be like any of these.

@@ -30,20 +30,22 @@ class Use(NamedTuple):
     life: Life
 
 
-def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, has_driver: bool = True) -> Reserved:
+def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, arena_bytes: int = 0) -> Reserved:
     """Return what an allocator reserves that performs a step until it is steady.
 
     Args:
         step: the recorded step, whose segments the allocator has, trimmed.
         uses: all allocations and their ends, in order.
         is_small: these are of small blocks.
-        has_driver: see `SegmentAllocator`.
+        arena_bytes: of the segment that is reserved before the step, to be divided by it; 0: none.
     """
-    allocator = SegmentAllocator(has_driver=has_driver)
+    allocator = SegmentAllocator()
     in_use = allocator.adopt(segment for segment in step.segments if segment.is_small == is_small)
     allocator.trim()
+    if arena_bytes:
+        allocator.reserve_arena(arena_bytes, step.main_stream)
     blocks = _blocks_at_begin(step, in_use)
-    reserved = peak = 0
+    reserved, peak = (0, 0), 0
     for _ in range(_MOST_STEPS):
         peak = allocator.allocated_bytes
         for _, is_end, life in uses:
@@ -53,10 +55,10 @@ def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, has_driver: 
             elif id(life) in blocks:
                 allocator.free(blocks.pop(id(life)))
         _begin_again(step, uses, blocks, allocator)
-        if allocator.reserved_bytes == reserved:
+        if (allocator.reserved_bytes, allocator.arena_bytes) == reserved:
             break
-        reserved = allocator.reserved_bytes
-    return Reserved(allocator.reserved_bytes, peak)
+        reserved = allocator.reserved_bytes, allocator.arena_bytes
+    return Reserved(allocator.reserved_bytes, peak, allocator.arena_bytes)
 
 
 def _blocks_at_begin(step: RecordedStep, in_use: Mapping[int, Block]) -> dict[int, Block]:

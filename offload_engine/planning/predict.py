@@ -42,6 +42,8 @@ class Prediction(NamedTuple):
     """Share of the floor's waits for copies that this step avoids."""
     overhead_bytes: int = 0
     """Of `held_bytes`, those besides the peak of allocated bytes."""
+    arena_bytes: int | None = None
+    """Of the arena that is reserved before the step; None: not known."""
     host_ms: float = 0.0
     """Host time of its moves. No part of `step_ms`: it delays a step only where the device waits for the host."""
 
@@ -138,6 +140,7 @@ class Predictor:
             num_moves=len(moved),
             busy=busy,
             overhead_bytes=self.model.overhead_with(residents, self.steps.wasted_with(decision)),
+            arena_bytes=self.steps.arena_bytes.get(decision),
             host_ms=len(moved) * self.costs.host_us / 1e3,
         )
 

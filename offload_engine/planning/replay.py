@@ -8,6 +8,8 @@ allocated again in its backward. Then an imitated allocator performs them, again
 
 from __future__ import annotations
 
+from typing import Final
+
 from offload_engine.planning.allocations import Life, ModuleRun, RecordedStep, StoredLives
 from offload_engine.planning.memory import Job
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, Boundary, GroupKey
@@ -15,18 +17,28 @@ from offload_engine.planning.performed import AFTER_EVENT, AFTER_MOVES, EVENT, M
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
-from offload_engine.planning.segments import Reserved, is_small_block, rounded
+from offload_engine.planning.segments import Reserved, is_small_block, rounded, segment_bytes
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
 
+_ENDLESS: Final = 1 << 46
+"""Bytes of an arena in which all that could be allocated has room."""
+SPARE_SHARE: Final = 1 / 64
+"""Share of what is used of such an arena by which one with an end is larger: at its end blocks have less room."""
+
 
 def replayed(
-    step: RecordedStep, job: Job, decision: Decision, offered: tuple[RecomputeOption, ...] = ()
+    step: RecordedStep,
+    job: Job,
+    decision: Decision,
+    offered: tuple[RecomputeOption, ...] = (),
+    arena_bytes: int | None = None,
 ) -> Reserved | None:
     """Return what the allocator would reserve for steps with a decision, if it is trimmed before; None: not known.
 
-    Of equal free blocks an allocator takes the first in memory, so what it reserves may depend on where segments are.
-    So these are replayed twice, with addresses that fall, as a driver's mostly do, and that rise; the most counts.
+    Before such steps an arena is reserved: one segment, of which all large blocks are parts. Without it each block is
+    in a segment that was made for another one. Segments never become one, so up to a sixth of them is reserved in vain;
+    and since of equal free blocks an allocator takes the first in memory, it depends on addresses how much.
 
     Small blocks have segments of their own. What they come to differs little between decisions, so they are replayed
     once, as in the step in which nothing moves: then most of them are there at once.
@@ -36,6 +48,7 @@ def replayed(
         job: what ran in it.
         decision: of the steps.
         offered: what can be recomputed.
+        arena_bytes: of the arena; 0: there is none. None: as much as is used of one without an end, and some more.
     """
     options = tuple(options_of(offered, decision.choices.recomputed))
     moved = _MovedStep(step, ReducedJob(job, decision, options))
@@ -43,11 +56,16 @@ def replayed(
         return None
     if step.small is None:
         step.small = reserve(step, _MovedStep(step, None).uses(is_small=True), is_small=True)
-    uses = moved.uses(is_small=False)
-    large, elsewhere = (reserve(step, uses, is_small=False, has_driver=has_driver) for has_driver in (True, False))
-    most = max(large.reserved_bytes, elsewhere.reserved_bytes)
-    varied = most - min(large.reserved_bytes, elsewhere.reserved_bytes)
-    return Reserved(most + step.small.reserved_bytes, large.peak_bytes + step.small.peak_bytes, varied)
+    given = _ENDLESS if arena_bytes is None else arena_bytes
+    large = reserve(step, moved.uses(is_small=False), is_small=False, arena_bytes=given)
+    arena = with_spare(large.arena_bytes, SPARE_SHARE) if arena_bytes is None else arena_bytes
+    reserved, peak = large.reserved_bytes - given + arena, large.peak_bytes
+    return Reserved(reserved + step.small.reserved_bytes, peak + step.small.peak_bytes, arena)
+
+
+def with_spare(nbytes: int, share: float) -> int:
+    """Return bytes of a segment that has some to spare."""
+    return segment_bytes(round((1 + share) * nbytes))
 
 
 class _MovedStep:

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot
 
-_VERSION: Final = 1
-_NUMBERS: Final = ("resident_bytes", "room_bytes", "saved_bytes")
+_VERSION: Final = 2
+_NUMBERS: Final = ("resident_bytes", "room_bytes", "saved_bytes", "arena_bytes")
 
 
 @dataclass(frozen=True)
@@ -93,5 +93,5 @@ def _allowance(rows: list[tuple[Slot, Choice, int | None]], numbers: dict[str, i
         frozenset(slot for slot, choice, _ in rows if choice is Choice.RECOMPUTE),
     )
     kept = {slot: nbytes for slot, _, nbytes in rows if nbytes is not None}
-    resident, room, saved = (numbers[name] for name in _NUMBERS)
-    return Allowance(choices, kept, int(resident or 0), room, saved, frozenset(slot for slot, _, _ in rows))
+    resident, room, saved, arena = (numbers[name] for name in _NUMBERS)
+    return Allowance(choices, kept, int(resident or 0), room, saved, arena, frozenset(slot for slot, _, _ in rows))

@@ -30,6 +30,11 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
 
 
+def segment_bytes(nbytes: int) -> int:
+    """Return how large a segment for one large request is."""
+    return -(-nbytes // _SEGMENTS_TO) * _SEGMENTS_TO
+
+
 def is_small_block(nbytes: int) -> bool:
     """Return whether a request gets a block of the segments for small ones."""
     return nbytes <= _MOST_SMALL
@@ -41,8 +46,8 @@ class Reserved(NamedTuple):
     reserved_bytes: int
     peak_bytes: int
     """Allocated at once, in the last step."""
-    varied_bytes: int = 0
-    """How much less is reserved if segments are elsewhere."""
+    arena_bytes: int = 0
+    """How much of the arena was used: no block was beyond."""
 
 
 class Segment(NamedTuple):
@@ -76,28 +81,27 @@ class SegmentAllocator:
     it, or below all others. (Holes that other allocations have left are not known.) Without a driver, as in a
     rehearsal, addresses rise.
 
-    Args:
-        has_driver: segments that are adopted are of a driver; otherwise further ones are above them.
-
     Attributes:
         reserved_bytes: bytes of all segments.
         allocated_bytes: bytes of all blocks that are not free.
+        arena_bytes: see `Reserved`.
     """
 
-    def __init__(self, *, has_driver: bool = True) -> None:
+    def __init__(self) -> None:
         self.reserved_bytes: int = 0
         self.allocated_bytes: int = 0
+        self.arena_bytes: int = 0
         self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}  # by stream, small or not: in size order
         self._lowest: int | None = None  # end of the addresses of which a driver has used none
         self._holes: list[tuple[int, int]] = []  # what `trim` has returned to a driver: (begin, end), the highest first
         self._end = 0  # of the last segment without one
-        self._has_driver = has_driver
+        self._arena: tuple[int, int] = (0, 0)  # where it begins, and ends
 
     def adopt(self, segments: Iterable[Segment]) -> dict[int, Block]:
         """Take over segments as they are; return the blocks in use, by address."""
         used: dict[int, Block] = {}
         found = sorted(segments)
-        self._lowest = _behind_largest_gap(found) if found and self._has_driver else None
+        self._lowest = _behind_largest_gap(found) if found else None
         for at, stream, is_small, blocks in found:
             before: Block | None = None
             for nbytes, is_free in blocks:
@@ -120,13 +124,22 @@ class SegmentAllocator:
         nbytes = max(_ROUNDED_TO, rounded(nbytes))
         is_small = is_small_block(nbytes)
         free = self._free.setdefault((stream, is_small), [])
-        place = bisect.bisect_left(free, (nbytes, -1))
+        place = bisect.bisect_left(free, (nbytes,))
         block = free.pop(place)[2] if place < len(free) else self._reserve(nbytes, (stream, is_small))
         block.is_free = False
         if block.nbytes - nbytes >= _LEAST_LEFT[is_small]:
             self._divide(block, nbytes)
         self.allocated_bytes += block.nbytes
+        begin, end = self._arena
+        if begin <= block.at < end:
+            self.arena_bytes = max(self.arena_bytes, block.at + block.nbytes - begin)
         return block
+
+    def reserve_arena(self, nbytes: int, stream: int = 0) -> None:
+        """Reserve one segment for large blocks, of which none is in use."""
+        block = self._reserve(nbytes, (stream, False))
+        self._arena = block.at, block.at + block.nbytes
+        self._give(block)
 
     def free(self, block: Block) -> None:
         """Free a block; it becomes one with free neighbours."""
@@ -159,7 +172,7 @@ class SegmentAllocator:
         if pool[1]:
             size = _SMALL_SEGMENT
         else:
-            size = _LARGE_SEGMENT if nbytes < _LEAST_ALONE else -(-nbytes // _SEGMENTS_TO) * _SEGMENTS_TO
+            size = _LARGE_SEGMENT if nbytes < _LEAST_ALONE else segment_bytes(nbytes)
         self.reserved_bytes += size
         return Block(self._place(size), size, pool)
 

@@ -63,7 +63,7 @@ class Steps:
 
     Attributes:
         wasted_bytes: by decision, what the allocator would reserve in vain, if the step of it was replayed; in order.
-        uncertain: decisions of these for which that depends on where segments are.
+        arena_bytes: by decision, the arena that the allocator is to reserve before its steps, once that is known.
     """
 
     def __init__(self, job: Job, link: Link, options: tuple[RecomputeOption, ...] = ()) -> None:
@@ -71,7 +71,7 @@ class Steps:
         self._link = link
         self._options = options
         self.wasted_bytes: dict[Decision, int] = {}
-        self.uncertain: set[Decision] = set()
+        self.arena_bytes: dict[Decision, int] = {}
         self._planned: dict[Decision, PlannedStep] = {}
         self._outcomes: dict[Decision, Outcome] = {}
         # Bytes and times differ from decision to decision, boundaries do not.
