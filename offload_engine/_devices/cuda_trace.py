@@ -14,6 +14,7 @@ _MOST_ENTRIES: Final = 100_000
 _KINDS: Final = {"alloc": ALLOCATED, "free_requested": FREE_ASKED, "free_completed": FREED}
 _UNKNOWN: Final = frozenset(("oom", "segment_map", "segment_unmap"))
 """Actions that the imitation of an allocator does not know."""
+_NO_SPLIT_LIMIT: Final = -1
 
 
 def start_recording() -> bool:
@@ -46,12 +47,24 @@ def log_of(snapshot: dict[str, Any], index: int) -> AllocationLog | None:
     trace = traces[index] if index < len(traces) else []
     if not trace or len(trace) >= _MOST_ENTRIES or any(entry["action"] in _UNKNOWN for entry in trace):
         return None
+    if _divides_otherwise(snapshot.get("allocator_settings", {})):
+        return None
     events = tuple(
         Event(_KINDS[entry["action"]], entry["addr"], entry["size"], entry["stream"])
         for entry in trace
         if entry["action"] in _KINDS
     )
     return AllocationLog(events, tuple(_segment(each) for each in snapshot["segments"] if _is_common(each, index)))
+
+
+def _divides_otherwise(settings: dict[str, Any]) -> bool:
+    """Return whether the user has set an allocator that the imitation does not know."""
+    return bool(
+        settings.get("max_split_size", _NO_SPLIT_LIMIT) != _NO_SPLIT_LIMIT
+        or settings.get("garbage_collection_threshold")
+        or settings.get("expandable_segments")
+        or any(settings.get("roundup_power2_divisions", {}).values())
+    )
 
 
 def _is_common(segment: dict[str, Any], index: int) -> bool:

@@ -67,7 +67,6 @@ class PlannedPolicy(Policy):
         self._own_reactive = reactive
         self._planner = Planner()
         self._has_schedule = self._is_whole_step = False
-        self._is_chosen = False  # by a budget
         self._assumed: tuple[Action, ...] = ()  # of steps without a schedule
         self._log = ShapeLog()
         self._shapes: Shapes = ()  # from which the plan was made
@@ -81,7 +80,6 @@ class PlannedPolicy(Policy):
         if allowance.choices.recomputed != self.choices.recomputed:
             self._log.forget()  # groups save less, or more, from now on
         self.choices = allowance.choices
-        self._is_chosen = bool(allowance.slots)
         self._assumed = allowance.actions
         room = allowance.room_bytes
         if room is None:
@@ -110,7 +108,8 @@ class PlannedPolicy(Policy):
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
         # A copy-out under a plan comes back by that plan, released early or not. But where a budget has chosen, early
         # releases give no room that the plan needs, and make it random what an allocator reserves.
-        self.releases_completed = not self._is_chosen if self.plan is not None else self._reactive.releases_completed
+        is_chosen = self._bounds.resident_bytes is not None or bool(self.choices)
+        self.releases_completed = not is_chosen if self.plan is not None else self._reactive.releases_completed
         if self.plan is None:
             self._reactive.begin(actions, is_combined)
         else:

@@ -24,6 +24,7 @@ from offload_engine._budget.state import State
 from offload_engine._compat import torch_private
 from offload_engine._devices.cuda_trace import log_of, start_recording, stop_recording
 from offload_engine._saved.storage import COPYING_IN, COPYING_OUT, RETIRED
+from offload_engine.plan_files import load_plan, save_plan
 from offload_engine.planning.allocations import (
     ALLOCATED,
     FREE_ASKED,
@@ -120,7 +121,8 @@ class Account(AllocatedBytes):
         self.segments.trim()
 
     def reserve(self, nbytes: int) -> None:
-        self.segments.free(self.segments.allocate(nbytes))
+        if nbytes > 0:
+            self.segments.free(self.segments.allocate(nbytes))
 
     def record(self) -> bool:
         self._events.clear()
@@ -249,6 +251,43 @@ def test_the_first_prediction_is_what_the_allocator_reserves(mib: int, monkeypat
     assert [state for state, _, _ in job.steps] == [FLOOR, FLOOR, MEASURE, VERIFY, VERIFY, HOLD]
     _, predicted, held = job.steps[4]
     assert job.steps[2][2] < predicted == held <= mib * MIB
+
+
+def test_the_arena_is_reserved_again_unless_a_block_has_lasted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(165 * MIB, monkeypatch)
+    for _ in range(6):
+        job.step()
+    budget: Any = job.engine.budget
+    segments, arena = job.account.segments, budget.decider.chosen.best.arena_bytes
+    budget._in_force.clear_allocator()
+    reserved = segments.reserved_bytes
+    assert reserved == budget.summary.predicted_peak_bytes > arena > 64 * MIB
+    lasting = segments.allocate(2 * MIB)
+    budget._in_force.clear_allocator()
+    assert segments.reserved_bytes == reserved
+    segments.free(lasting)
+    segments.trim()
+    assert segments.reserved_bytes == reserved - arena
+    segments.reserve_arena(2 * arena)
+    budget._in_force.clear_allocator()
+    assert segments.reserved_bytes == reserved == job.account.held_bytes()
+    assert job.account.most_allocated == segments.allocated_bytes, "the reservation is no peak of a step"
+
+
+def test_a_job_that_is_given_a_plan_reserves_its_arena_when_optimizers_have_their_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(165 * MIB, monkeypatch)
+    for _ in range(6):
+        job.step()
+    save_plan(job.engine, tmp_path / "plan.json")
+    budget: Any = job.engine.budget
+    resumed, arenas = Job(1 << 40, monkeypatch), list[int]()
+    monkeypatch.setattr(resumed.account, "reserve", arenas.append)
+    load_plan(resumed.engine, tmp_path / "plan.json")
+    for num_arenas in (0, 0, 1, 1):
+        resumed.step()
+        assert arenas == [budget.decider.chosen.best.arena_bytes] * num_arenas
 
 
 def test_first_predictions_are_exact_in_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,6 +676,13 @@ def test_a_trace_that_cannot_be_imitated_or_is_full_is_not_used(monkeypatch: pyt
     for actions in ("alloc", "oom"), ("alloc", "segment_map"), ("alloc", "segment_unmap"), ():
         assert log_of(snapshot(*actions), 1) is None
     assert log_of(snapshot("alloc"), 2) is None
+    usual: dict[str, Any] = {"max_split_size": -1, "expandable_segments": False, "garbage_collection_threshold": 0.0}
+    usual["roundup_power2_divisions"] = {"1": 0, "65536": 0}
+    others: dict[str, Any] = {"max_split_size": 1, "expandable_segments": True, "garbage_collection_threshold": 0.8}
+    others["roundup_power2_divisions"] = {"1": 0, "65536": 4}
+    assert log_of(snapshot("alloc") | {"allocator_settings": usual}, 1) is not None
+    for name, value in others.items():
+        assert log_of(snapshot("alloc") | {"allocator_settings": usual | {name: value}}, 1) is None
     monkeypatch.setattr("offload_engine._devices.cuda_trace._MOST_ENTRIES", 2)
     assert log_of(snapshot("alloc"), 1) is not None
     assert log_of(snapshot("alloc", "free_requested"), 1) is None

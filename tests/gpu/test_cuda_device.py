@@ -329,3 +329,15 @@ def test_allocations_are_recorded_with_their_addresses_and_counted(device: CudaD
     assert allocator.reserved_bytes == reserved and allocator.allocated_bytes == torch.cuda.memory_allocated()
     assert memory.record()  # it can again
     memory.recorded()
+
+
+def test_memory_is_reserved_at_once_if_there_is_so_much(device: CudaDevice) -> None:
+    memory = device.memory
+    assert memory is not None
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    for nbytes, more in ((-1, 0), (0, 0), (1 << 50, 0), (64 * MIB, 64 * MIB)):
+        memory.reserve(nbytes)
+        assert torch.cuda.memory_reserved() == reserved + more
+    torch.empty(33 * MIB, dtype=torch.uint8, device="cuda")
+    assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == (reserved + 64 * MIB, allocated)
+    memory.trim()
