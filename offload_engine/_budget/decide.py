@@ -33,7 +33,7 @@ from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.choose import Chosen, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Excess, Job
-from offload_engine.planning.predict import Costs, measured_busy_ratio
+from offload_engine.planning.predict import Costs, Prediction, measured_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
@@ -255,7 +255,7 @@ class Decider:
         if self.chosen is None:
             return None
         found = self._choose(self.actions, None)
-        if found.best.step_ms > _WORTH_A_CHANGE * self.chosen.best.step_ms:
+        if not _may_replace(found.best, self.chosen.best, self._is_pipeline):
             return None
         self.chosen = self._decisions[self.actions] = found
         return allowance_of(found, self._shapes(), self.actions)
@@ -308,6 +308,12 @@ def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_
 
     streams = context.copy_out_stream, context.copy_in_stream
     return measure_link(context.device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
+
+
+def _may_replace(found: Prediction, best: Prediction, is_pipeline: bool) -> bool:
+    """Return whether a step is worth the change. In a pipeline, blocks of other stages last in an arena."""
+    outgrows = is_pipeline and (found.arena_bytes or 0) > (best.arena_bytes or 0)
+    return not outgrows and found.step_ms <= _WORTH_A_CHANGE * best.step_ms
 
 
 def correct_chosen(decider: Decider, excess: Excess) -> None:

@@ -180,6 +180,16 @@ def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster(
         assert verifier.reconsider() is None
 
 
+def test_in_a_pipeline_no_decision_with_a_larger_arena_replaces_another_for_its_time() -> None:
+    for is_pipeline, arena_bytes, is_changed in ((True, 64, False), (True, 128, True), (False, 64, True)):
+        decider, verifier = verified(0.3)
+        decider._is_pipeline, first = is_pipeline, decider.chosen.best
+        decider.known._steps_of(decider.actions).arena_bytes[first.decision] = 128
+        slow = first._replace(step_ms=1.1 * first.step_ms, arena_bytes=arena_bytes)
+        decider.chosen = decider.chosen._replace(best=slow)
+        assert (verifier.reconsider() is not None) == is_changed
+
+
 def test_what_a_replayed_decision_reserves_in_vain_is_not_held_against_others() -> None:
     for is_replayed in (True, False):
         decider, verifier = verified(0.3)
