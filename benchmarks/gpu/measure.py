@@ -71,10 +71,7 @@ class Bench:
         }
 
     def parity(self) -> list[dict[str, Any]]:
-        """Compare every turn so far with the first without offload (else the first of all): this rank's records.
-
-        The other turns without offload show the spread of the model itself.
-        """
+        """Compare each turn with the first without offload, else the first of all; others of these show the spread."""
         if not self._fingerprints:
             return []
         label, number, reference = min(self._fingerprints, key=lambda turn: (turn[0] != "none", turn[1]))

@@ -121,10 +121,7 @@ def build_chunks(shape: Shape, config: Any) -> list[torch.nn.Module]:
 
 
 class Training:
-    """Owns the chunks and one batch; `step()` is one forward and backward of all microbatches.
-
-    With `keeps_gradients` the caller zeroes them in place.
-    """
+    """Owns the chunks and one batch. With `keeps_gradients` the caller zeroes them in place."""
 
     def __init__(
         self, shape: Shape, chunks: Sequence[Any], device: torch.device | str = "cuda", keeps_gradients: bool = False
@@ -145,10 +142,9 @@ class Training:
 
     def step(self) -> list[torch.Tensor]:
         """Run a step with fresh gradients; return the losses of the microbatches (only on the last stage)."""
-        # Looked up at each step: a contender may have replaced it.
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.pipeline_parallel import get_forward_backward_func  # a contender may have replaced it
 
-        self._drop_gradients()
+        self.release()
         has_stages = bool(self._shape.vpp)
         results = get_forward_backward_func()(
             forward_step_func=self._forward,
@@ -164,15 +160,10 @@ class Training:
 
     def release(self) -> None:
         """Drop what a step leaves: its blocks would keep whole segments of a contender from being returned."""
-        from megatron.core.utils import get_attr_wrapped_model
-
-        self._drop_gradients()
-        for chunk in self._chunks:
-            get_attr_wrapped_model(chunk, "set_input_tensor")([None])
-
-    def _drop_gradients(self) -> None:
         for parameter in () if self._keeps_gradients else self._parameters:
             parameter.grad = None
+        for chunk in () if self._keeps_gradients else self._chunks:
+            chunk.set_input_tensor([None])
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of the last step by name."""
