@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import gzip
@@ -636,6 +637,49 @@ def test_an_arena_has_an_end_before_which_all_blocks_have_room(
     used = first.arena_bytes / (1 + SPARE_SHARE)
     assert best.arena_bytes is not None and abs(best.arena_bytes - (1 + share) * used) <= 2 * MIB
     assert best.held_bytes == first.reserved_bytes + best.arena_bytes - first.arena_bytes
+
+
+def test_others_are_expected_to_reserve_as_much_in_vain_as_one_that_did_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hoped, more = list[int | None](), list[bool]()
+
+    def hoping(model: MemoryModel, wasted_bytes: int | None) -> MemoryModel:
+        hoped.append(wasted_bytes)
+        return as_before(model, wasted_bytes)
+
+    def wastes_more(*args: Any) -> Any:
+        found = present(replayed(*args))
+        more.append(args[2] != Decision() and sum(more) < 3)  # one, and what has less room
+        return found._replace(reserved_bytes=found.reserved_bytes + 8 * GIB * more[-1])
+
+    as_before = MemoryModel.hoping
+    monkeypatch.setattr(MemoryModel, "hoping", hoping)
+    monkeypatch.setattr("offload_engine._budget.replayed_choice.replayed", wastes_more)
+    known = known_with()[0]
+    best = known.choose(STEP, 40 * GIB, agree=Agreed()).best
+    wasted = known._steps_of(STEP).wasted_bytes
+    assert hoped[0] == wasted[Decision()] < present(hoped[1]) and hoped[1] in wasted.values()
+    assert best.decision != Decision() and best.held_bytes <= 40 * GIB
+
+
+def test_where_none_leaves_the_margin_the_lowest_that_was_replayed_is_taken() -> None:
+    known = known_with()[0]
+    floor = known.choose(STEP, 1 << 40, agree=Agreed()).floor
+    known = known_with()[0]
+    best = known.choose(STEP, floor.held_bytes + GIB, left_bytes=8 * GIB, agree=Agreed()).best
+    assert best.decision == Decision() and best.arena_bytes is not None
+
+
+def test_the_arena_is_of_the_stream_that_allocates_most() -> None:
+    step, job, _, decisions = of_h200()
+    decision, other = decision_of(decisions[0]), copy.deepcopy(step)
+    for life in other.lives:
+        life.stream = 7
+    segments = tuple(segment._replace(stream=7) for segment in step.segments)
+    other = dataclasses.replace(other, segments=segments)
+    assert (step.main_stream, other.main_stream) == (0, 7)
+    assert replayed(other, job, decision) == replayed(step, job, decision)
 
 
 def test_the_most_of_all_ranks_counts_and_one_that_cannot_replay_decides_for_all() -> None:
