@@ -21,6 +21,7 @@ from offload_engine import GroupTraits, OffloadConfig, OffloadEngine, group_comm
 from offload_engine._budget.allocations import AllocationNotes
 from offload_engine._budget.known import Known
 from offload_engine._budget.module_runs import ModuleRuns
+from offload_engine._budget.replayed_choice import ReplayedChoice
 from offload_engine._budget.state import State
 from offload_engine._compat import torch_private
 from offload_engine._devices.cuda_trace import log_of, start_recording, stop_recording
@@ -663,12 +664,17 @@ def test_others_are_expected_to_reserve_as_much_in_vain_as_one_that_did_not_fit(
     assert best.decision != Decision() and best.held_bytes <= 40 * GIB
 
 
-def test_where_none_leaves_the_margin_the_lowest_that_was_replayed_is_taken() -> None:
+def test_where_none_fits_the_lowest_that_was_replayed_is_taken() -> None:
+    """As where all that are within the budget do not leave the margin by which steps vary."""
     known = known_with()[0]
-    floor = known.choose(STEP, 1 << 40, agree=Agreed()).floor
-    known = known_with()[0]
-    best = known.choose(STEP, floor.held_bytes + GIB, left_bytes=8 * GIB, agree=Agreed()).best
-    assert best.decision == Decision() and best.arena_bytes is not None
+    steps = known._steps_of(STEP)
+    chosen = known.choose(STEP, 1 << 40)
+    make = ReplayedChoice(
+        present(known._recorded), known.job, lambda: known._predictor(steps, known.model), 1, Agreed()
+    )
+    found = present(make.choose(lambda _: chosen, is_free=True)).best
+    assert found.decision == Decision() != chosen.best.decision
+    assert found.arena_bytes is not None and len(steps.wasted_bytes) == 2
 
 
 def test_the_arena_is_of_the_stream_that_allocates_most() -> None:
@@ -679,7 +685,8 @@ def test_the_arena_is_of_the_stream_that_allocates_most() -> None:
     segments = tuple(segment._replace(stream=7) for segment in step.segments)
     other = dataclasses.replace(other, segments=segments)
     assert (step.main_stream, other.main_stream) == (0, 7)
-    assert replayed(other, job, decision) == replayed(step, job, decision)
+    found = present(replayed(other, job, decision))
+    assert found == replayed(step, job, decision) and found.arena_bytes > 30 * GIB
 
 
 def test_the_most_of_all_ranks_counts_and_one_that_cannot_replay_decides_for_all() -> None:
