@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from offload_engine._budget.agreement import Agree
@@ -104,14 +104,15 @@ class ReplayedChoice:
 
     def _best_known(self, chosen: Chosen) -> Chosen | None:
         """Return the choice with the step that costs least and fits, of those that were replayed."""
-        known = map(self._predictor().predict, self._steps.wasted_bytes)
-        fitting = [each for each in known if each.held_bytes <= self._limit_bytes]
+        fitting = [each for each in self._known() if each.held_bytes <= self._limit_bytes]
         return chosen._replace(best=min(fitting, key=lambda each: each.cost_ms)) if fitting else None
 
     def _lowest_known(self, chosen: Chosen) -> Chosen:
         """Return the choice with the step that holds least, of those that were replayed."""
-        known = map(self._predictor().predict, self._steps.wasted_bytes)
-        return chosen._replace(best=min(known, key=lambda each: each.held_bytes))
+        return chosen._replace(best=min(self._known(), key=lambda each: each.held_bytes))
+
+    def _known(self) -> Iterable[Prediction]:
+        return map(self._predictor().predict, self._steps.wasted_bytes)
 
     def _with_arena(self, chosen: Chosen) -> Chosen:
         """Return the choice with an arena that has an end, and in which all blocks have room."""
@@ -120,16 +121,16 @@ class ReplayedChoice:
             return chosen
         found = self._found.get(decision) or self._replayed(decision)
         assert found is not None
-        used = found.arena_bytes / (1 + SPARE_SHARE)
+        usual = with_spare(found.arena_bytes)  # of which the replay has told what is reserved
         for share in _SHARES_TO_SPARE:
-            arena = with_spare(round(used), share)
+            arena = with_spare(found.arena_bytes, share)
             again = self._replayed(decision, arena)
-            more = arena - found.arena_bytes
+            more = arena - usual
             has_room = again is not None and again.reserved_bytes <= found.reserved_bytes + more
             if has_room and chosen.best.held_bytes + more <= self._limit_bytes:
                 break
         else:
-            arena, more = found.arena_bytes, 0
+            arena, more = usual, 0
         self._steps.arena_bytes[decision] = arena
         [most] = self._agree((more,))
         self._steps.wasted_bytes[decision] += most

@@ -45,7 +45,7 @@ def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, arena_bytes:
     if arena_bytes:
         allocator.reserve_arena(arena_bytes, step.main_stream)
     blocks = _blocks_at_begin(step, in_use)
-    reserved, peak = (0, 0), 0
+    before, peak = (0, 0), 0
     for _ in range(_MOST_STEPS):
         peak = allocator.allocated_bytes
         for _, is_end, life in uses:
@@ -55,9 +55,10 @@ def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, arena_bytes:
             elif id(life) in blocks:
                 allocator.free(blocks.pop(id(life)))
         _begin_again(step, uses, blocks, allocator)
-        if (allocator.reserved_bytes, allocator.arena_bytes) == reserved:
+        now = allocator.reserved_bytes, allocator.arena_bytes
+        if now == before:
             break
-        reserved = allocator.reserved_bytes, allocator.arena_bytes
+        before = now
     return Reserved(allocator.reserved_bytes, peak, allocator.arena_bytes)
 
 

@@ -58,13 +58,13 @@ def replayed(
         step.small = reserve(step, _MovedStep(step, None).uses(is_small=True), is_small=True)
     given = _ENDLESS if arena_bytes is None else arena_bytes
     large = reserve(step, moved.uses(is_small=False), is_small=False, arena_bytes=given)
-    arena = with_spare(large.arena_bytes, SPARE_SHARE) if arena_bytes is None else arena_bytes
+    arena = with_spare(large.arena_bytes) if arena_bytes is None else arena_bytes
     reserved, peak = large.reserved_bytes - given + arena, large.peak_bytes
-    return Reserved(reserved + step.small.reserved_bytes, peak + step.small.peak_bytes, arena)
+    return Reserved(reserved + step.small.reserved_bytes, peak + step.small.peak_bytes, large.arena_bytes)
 
 
-def with_spare(nbytes: int, share: float) -> int:
-    """Return bytes of a segment that has some to spare."""
+def with_spare(nbytes: int, share: float = SPARE_SHARE) -> int:
+    """Return how large an arena is that has some to spare, beside the bytes that are used of it."""
     return segment_bytes(round((1 + share) * nbytes))
 
 

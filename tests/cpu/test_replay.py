@@ -48,7 +48,7 @@ from offload_engine.planning.moves import GroupKey, parse_boundary, parse_group
 from offload_engine.planning.predict import Costs
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.reduced import ReducedJob
-from offload_engine.planning.replay import SPARE_SHARE, replayed
+from offload_engine.planning.replay import replayed, with_spare
 from offload_engine.planning.segments import Block, Segment
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
 from offload_engine.planning.steps import Decision, Steps
@@ -635,9 +635,9 @@ def test_an_arena_has_an_end_before_which_all_blocks_have_room(
     assert gc.isenabled() and not any(collects), "no garbage is collected meanwhile"
     if not was_on:
         gc.disable()
-    used = first.arena_bytes / (1 + SPARE_SHARE)
-    assert best.arena_bytes is not None and abs(best.arena_bytes - (1 + share) * used) <= 2 * MIB
-    assert best.held_bytes == first.reserved_bytes + best.arena_bytes - first.arena_bytes
+    assert best.arena_bytes == with_spare(first.arena_bytes, share)
+    assert 0 <= best.arena_bytes - (1 + share) * first.arena_bytes <= 2 * MIB
+    assert best.held_bytes == first.reserved_bytes + best.arena_bytes - with_spare(first.arena_bytes)
 
 
 def test_others_are_expected_to_reserve_as_much_in_vain_as_one_that_did_not_fit(
