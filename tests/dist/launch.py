@@ -174,25 +174,29 @@ def collect(readers: Sequence[Connection], timeout_s: float) -> list[Any]:
     Waits no longer than a moment once one has failed: the others may wait for it for ever.
 
     Raises:
-        RankFailed: if a rank has raised or died, or does not finish in time.
+        RankFailed: if a rank has raised or died, or does not finish in time; with the whole text of the first, which
+            made the others fail.
     """
     outcomes = _receive_all(readers, time.monotonic() + timeout_s)
-    failures = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+    failures = [(rank, outcome.error) for rank, outcome in outcomes.items() if outcome.error]
     if failures:
-        raise RankFailed("\n".join(failures))
-    return [outcome.result for outcome in outcomes]
+        (rank, error), *later = failures
+        ends = (f"rank {rank}, later: {error.strip().splitlines()[-1]}" for rank, error in later)
+        raise RankFailed("\n".join([f"rank {rank}: {error}", *ends]))
+    return [outcomes[rank].result for rank in range(len(readers))]
 
 
-def _receive_all(readers: Sequence[Connection], deadline: float) -> list[Outcome]:
+def _receive_all(readers: Sequence[Connection], deadline: float) -> dict[int, Outcome]:
+    """Return the outcome of each rank, in the order in which they came."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(readers) and time.monotonic() < deadline:
         waiting = [reader for rank, reader in enumerate(readers) if rank not in outcomes]
         for reader in multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
-            outcome = _receive(reader)
-            outcomes[readers.index(reader)] = outcome
+            outcome = outcomes[readers.index(reader)] = _receive(reader)
             if outcome.error:
                 deadline = min(deadline, time.monotonic() + 5.0)
-    return [outcomes.get(rank, Outcome(error="did not finish in time")) for rank in range(len(readers))]
+    missing = set(range(len(readers))) - outcomes.keys()
+    return outcomes | {rank: Outcome(error="did not finish in time") for rank in missing}
 
 
 def _receive(reader: Any) -> Outcome:
