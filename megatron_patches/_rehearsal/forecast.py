@@ -12,15 +12,22 @@ from megatron_patches._model.sites import Survey, merge_surveys, overlaps_expert
 from megatron_patches._model.validate import check_names
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.stage import StageRehearsal, StepOutcome
-from offload_engine import Action, OffloadConfig
+from offload_engine import OffloadConfig
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Costs
+from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.shapes import Bounds
 from offload_engine.rehearsal.chosen import choose_within
-from offload_engine.rehearsal.engine import NotedBoundary
-from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES, Forecast, RankForecast, WayForecast, make_forecast
+from offload_engine.rehearsal.forecast import (
+    CONTEXT_BYTES,
+    TE_CONTEXT_BYTES,
+    Forecast,
+    RankForecast,
+    WayForecast,
+    make_forecast,
+)
 from offload_engine.rehearsal.share import kept_by_share
 
 _FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -67,9 +74,10 @@ class _Rehearsed(NamedTuple):
     """Names to offload, of those that it has."""
     survey: Survey
     """Survey of all its modules."""
-    actions: tuple[Action, ...]
-    """Actions of the rehearsed step, which may have fewer microbatches."""
-    boundaries: tuple[NotedBoundary, ...]
+    floor: StepOutcome
+    """Step with everything offloaded, which may have fewer microbatches."""
+    options: tuple[RecomputeOption, ...]
+    """What its layers can recompute."""
 
 
 def _rehearse_rank(
@@ -81,7 +89,9 @@ def _rehearse_rank(
         if not settings.modules:
             wanted = ", ".join(job.settings.modules) or "the modules"
             raise ValueError(f"stage {rank} has none of {wanted} to offload; it has {', '.join(stage.names())}")
+        switches = stage.recomputations(settings)
         none = stage.run(settings._replace(engine=settings.engine.replace(dry_run=True)), number)
+        options = () if switches is None else switches.find(none.shapes)
         on_progress()
         away = stage.run(settings, number)
         on_progress()
@@ -90,19 +100,17 @@ def _rehearse_rank(
         is_combined = overlaps_expert_comm(stage.config)
     full = _recomputed(job, hardware, link, rank, number)
     on_progress()
-    ways: tuple[WayForecast, ...] = (
-        _way("no offload", none),
-        _way(_name_of_offload(job), away)._replace(host_bytes=away.host_bytes),
+    ways = (
+        _way("no offload", none, job.has_te),
+        _way(_name_of_offload(job), away, job.has_te)._replace(host_bytes=away.host_bytes),
         full,
     )
-    if job.has_te:
-        ways = tuple(way._replace(context_bytes=TE_CONTEXT_BYTES) for way in ways)
     state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
     kept = kept_by_share(none.shapes, actions, settings.engine)
     rank_forecast = RankForecast(
         sizes.num_parameters, state, actions, none.shapes, ways, job.bounds, is_combined, kept=kept
     )
-    return _Rehearsed(rank_forecast, settings.modules, held, away.actions, away.boundaries)
+    return _Rehearsed(rank_forecast, settings.modules, held, away, options)
 
 
 def _check_names(job: TrainingJob, rehearsed: Sequence[_Rehearsed]) -> None:
@@ -116,11 +124,16 @@ def _check_names(job: TrainingJob, rehearsed: Sequence[_Rehearsed]) -> None:
 
 def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankForecast:
     rank = rehearsed.forecast
-    short = Job(rehearsed.actions, rank.shapes, rank.bounds, rank.is_combined)
+    floor, [kept, *_] = rehearsed.floor, rank.ways
+    short = Job(floor.actions, rank.shapes, rank.bounds, rank.is_combined)
     whole = replace(short, actions=rank.actions)
-    overhead = rank.ways[1].wasted_bytes, rank.ways[1].context_bytes
-    chosen = choose_within(budget_bytes, short, whole, rehearsed.boundaries, Costs(link), *overhead)
-    return rank._replace(chosen=chosen)
+    overhead = floor.wasted.in_arena, kept.wasted_in_arena, kept.context_bytes
+    costs = Costs(link, options=rehearsed.options)
+    chosen = choose_within(budget_bytes, short, whole, floor.boundaries, costs, *overhead)
+    if chosen is None:
+        return rank
+    recomputed = options_of(rehearsed.options, chosen.decision.choices.recomputed)
+    return rank._replace(chosen=chosen, chosen_shapes=with_recomputation(rank.shapes, recomputed))
 
 
 def _name_of_offload(job: TrainingJob) -> str:
@@ -133,11 +146,20 @@ def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, num
     changes: dict[str, Any] = {**_FULL, "recompute_modules": None}
     with StageRehearsal(job, hardware, link, rank, **changes).ready() as stage:
         outcome = stage.run(Settings(OffloadConfig(), (), has_report=False), number)
-    return _way("full recomputation", outcome)
+    return _way("full recomputation", outcome, job.has_te)
 
 
-def _way(name: str, outcome: StepOutcome) -> WayForecast:
-    return WayForecast(name, outcome.peak_bytes, outcome.wasted_bytes, outcome.milliseconds)
+def _way(name: str, outcome: StepOutcome, has_te: bool) -> WayForecast:
+    peak, wasted = outcome.peak_bytes, outcome.wasted
+    context_bytes = TE_CONTEXT_BYTES if has_te else CONTEXT_BYTES
+    return WayForecast(
+        name,
+        peak,
+        wasted.nbytes,
+        outcome.milliseconds,
+        context_bytes=context_bytes,
+        wasted_in_arena=wasted.in_arena,
+    )
 
 
 def _offloadable(job: TrainingJob) -> dict[str, Any]:

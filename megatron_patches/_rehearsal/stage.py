@@ -12,7 +12,8 @@ import torch
 
 from megatron_patches._arguments import Settings
 from megatron_patches._handle import patch_rows
-from megatron_patches._model.modules import MODULES
+from megatron_patches._model.modules import MODULES, drop_parts
+from megatron_patches._model.recompute_options import RecomputeOptions
 from megatron_patches._model.sites import overlaps_expert_comm, own_norms, survey
 from megatron_patches._model.validate import check_conflicts, check_parts_are_called
 from megatron_patches._rehearsal.building import (
@@ -32,6 +33,7 @@ from offload_engine import Action, OffloadConfig, OffloadEngine
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.shapes import Shapes
+from offload_engine.rehearsal.allocated import AllocatedBytes, Wasted
 from offload_engine.rehearsal.costs import KernelCosts
 from offload_engine.rehearsal.device import RehearsalDevice, StepClocks, steps_until_steady
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
@@ -46,7 +48,7 @@ class StepOutcome(NamedTuple):
 
     peak_bytes: int
     """Allocated at most."""
-    wasted_bytes: int
+    wasted: Wasted
     """Reserved by the allocator in vain."""
     milliseconds: float
     """Step time of this rank alone, without waits for others."""
@@ -179,6 +181,12 @@ class ReadyStage:
         whole = [row.name for row in MODULES if any(part in found for part in row.parts)]
         return [name for name in found if name not in whole and self._is_possible(name)]
 
+    def recomputations(self, settings: Settings) -> RecomputeOptions | None:
+        """Return what the layers can recompute, once a step has run; None if the settings forbid it."""
+        if not settings.may_recompute:
+            return None
+        return RecomputeOptions(self.bare, drop_parts(settings.modules)[0], lambda _: lambda _: None)
+
     def run(self, settings: Settings, num_microbatches: int | None = None) -> StepOutcome:
         """Run steps until they repeat; return the last.
 
@@ -192,10 +200,9 @@ class ReadyStage:
         with rehearsing(f"a step of stage {self._rank} {self._way(is_moving)}"):
             self._free_gradients()
             allocated = self._hollow.allocated
-            allocated.segments.trim()
             for _ in steps_until_steady(allocated, self._runtime.device.clocks):
                 self._step(number)
-            return self._runtime.outcome(allocated.peak_bytes, allocated.segments.reserved_bytes)
+            return self._runtime.outcome(allocated)
 
     def _way(self, is_moving: bool) -> str:
         full = " and full recomputation" if self.config.recompute_granularity == "full" else ""
@@ -220,7 +227,6 @@ class ReadyStage:
     def _step(self, num_microbatches: int) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self._free_gradients()
         is_single = len(self._chunks) == 1
         batch = _Batch(self._job)
         get_forward_backward_func()(
@@ -232,6 +238,7 @@ class ReadyStage:
             micro_batch_size=self._job.micro_batch_size,
             forward_only=False,
         )
+        self._free_gradients()
 
 
 class _Batch:
@@ -276,18 +283,18 @@ class _Runtime(ModelRuntime):
         self._step_now = step._replace(pipeline=None)
         return super().step(self._step_now)
 
-    def outcome(self, peak_bytes: int, reserved_bytes: int) -> StepOutcome:
+    def outcome(self, allocated: AllocatedBytes) -> StepOutcome:
         """Return the outcome of the last step."""
         assert self._step_now is not None
         actions = tuple(self._step_now.order(self._step_now.config))
-        if self._engine is None:
-            wasted = reserved_bytes - peak_bytes
-            return StepOutcome(peak_bytes, wasted, self.device.clocks.now.compute, 0, 0, actions)
-        engine = self._engine
+        engine, peak = self._engine, allocated.peak_bytes
+        if engine is None:
+            wasted = allocated.wasted_beside(peak)
+            return StepOutcome(peak, wasted, self.device.clocks.now.compute, 0, 0, actions)
         noted, stats = tuple(engine.boundaries), engine.stats
-        peak = max(engine.peak_bytes, peak_bytes)
-        wasted, moved = reserved_bytes - peak, stats.copied_out_bytes
-        return StepOutcome(peak, wasted, engine.milliseconds, stats.host_bytes, moved, actions, shapes_of(noted), noted)
+        peak = max(engine.peak_bytes, peak)
+        moved = engine.milliseconds, stats.host_bytes, stats.copied_out_bytes
+        return StepOutcome(peak, allocated.wasted_beside(peak), *moved, actions, shapes_of(noted), noted)
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         super()._make_engine(step, settings).close()  # for its checks

@@ -21,7 +21,7 @@ from offload_engine.planning.segments import Reserved, is_small_block, rounded, 
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
 
-_ENDLESS: Final = 1 << 46
+ENDLESS: Final = 1 << 46
 """Bytes of an arena in which all that could be allocated has room."""
 SPARE_SHARE: Final = 1 / 64
 """Share of what is used of such an arena by which one with an end is larger: at its end blocks have less room."""
@@ -56,7 +56,7 @@ def replayed(
         return None
     if step.small is None:
         step.small = reserve(step, _MovedStep(step, None).uses(is_small=True), is_small=True)
-    given = _ENDLESS if arena_bytes is None else arena_bytes
+    given = ENDLESS if arena_bytes is None else arena_bytes
     large = reserve(step, moved.uses(is_small=False), is_small=False, arena_bytes=given)
     arena = with_spare(large.arena_bytes) if arena_bytes is None else arena_bytes
     reserved, peak = large.reserved_bytes - given + arena, large.peak_bytes

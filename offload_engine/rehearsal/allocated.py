@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload_engine.planning.replay import ENDLESS, with_spare
 from offload_engine.planning.segments import Block, SegmentAllocator, rounded
 
 
@@ -17,6 +18,15 @@ class _Alive(NamedTuple):
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     block: Block | None
+    in_arena: Block | None
+
+
+class Wasted(NamedTuple):
+    """What an allocator reserves in vain."""
+
+    nbytes: int
+    in_arena: int
+    """If an arena is reserved before each step, as under a budget."""
 
 
 class AllocatedBytes:
@@ -29,16 +39,32 @@ class AllocatedBytes:
 
     Attributes:
         segments: what the allocator reserves for them.
+        in_arena: the same if an arena is reserved before a step, as under a budget; None before `reserve_arena`.
     """
 
     def __init__(self, on_free: Callable[[int], None]) -> None:
         self.segments: SegmentAllocator = SegmentAllocator()
+        self.in_arena: SegmentAllocator | None = None
         self._on_free = on_free
         self.nbytes = 0
         """Now."""
         self.peak_bytes = 0
         """Peak since `reset_peak`."""
         self._alive: dict[int, _Alive] = {}
+
+    def wasted_beside(self, peak_bytes: int) -> Wasted:
+        """Return what is reserved beside a peak of allocated bytes: of an arena, what was used and some to spare."""
+        wasted, arena = self.segments.reserved_bytes - peak_bytes, self.in_arena
+        if arena is None:
+            return Wasted(wasted, wasted)
+        return Wasted(wasted, arena.reserved_bytes - ENDLESS + with_spare(arena.arena_bytes) - peak_bytes)
+
+    def reserve_arena(self) -> None:
+        """Count from now on also what is reserved if all that is allocated next has room in an arena."""
+        self.in_arena = SegmentAllocator()
+        for key, alive in self._alive.items():
+            self._alive[key] = alive._replace(in_arena=_allocate(self.in_arena, alive.nbytes))
+        self.in_arena.reserve_arena(ENDLESS)
 
     def reset_peak(self) -> None:
         """Forget the peak."""
@@ -63,9 +89,15 @@ class AllocatedBytes:
     def _add(self, storage: weakref.ref[torch.UntypedStorage], nbytes: int) -> _Alive:
         self.nbytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        return _Alive(storage, nbytes, self.segments.allocate(nbytes) if nbytes else None)
+        return _Alive(storage, nbytes, _allocate(self.segments, nbytes), _allocate(self.in_arena, nbytes))
 
     def _subtract(self, alive: _Alive) -> None:
         self.nbytes -= alive.nbytes
         if alive.block is not None:
             self.segments.free(alive.block)
+        if self.in_arena is not None and alive.in_arena is not None:
+            self.in_arena.free(alive.in_arena)
+
+
+def _allocate(allocator: SegmentAllocator | None, nbytes: int) -> Block | None:
+    return allocator.allocate(nbytes) if allocator is not None and nbytes else None

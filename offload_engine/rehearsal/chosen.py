@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import slots_of
+from offload_engine.planning.choices import Choices, slots_of
 from offload_engine.planning.choose import choose
 from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, make_memory_model
 from offload_engine.planning.moves import Boundary
 from offload_engine.planning.predict import Costs, Prediction, summed
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import Shapes
+from offload_engine.planning.steps import Decision, Steps
 from offload_engine.rehearsal.engine import NotedBoundary
 from offload_engine.rehearsal.forecast import CONTEXT_BYTES
 
@@ -24,6 +25,7 @@ def choose_within(
     boundaries: Sequence[NotedBoundary],
     costs: Costs,
     wasted_bytes: int,
+    wasted_keeping: int,
     context_bytes: int = CONTEXT_BYTES,
 ) -> Prediction | None:
     """Choose for one rank; None if nothing fits.
@@ -34,7 +36,8 @@ def choose_within(
         whole: the step to choose for, with all its microbatches.
         boundaries: boundaries of the rehearsal.
         costs: costs of moves and of recomputation.
-        wasted_bytes: bytes that the allocator reserves in vain in the rehearsed step.
+        wasted_bytes: bytes that the allocator reserves in vain in the rehearsed step, and in all that move something.
+        wasted_keeping: the same if nothing moves.
         context_bytes: bytes of the GPU outside torch's allocator.
     """
     measured = MeasuredMemory(
@@ -44,8 +47,11 @@ def choose_within(
         wasted_bytes=wasted_bytes,
     )
     model = make_memory_model(rehearsed, measured, is_early_certain=False)
+    steps = Steps(whole, costs.link, costs.options)
+    slots = (slot for stage, shape in enumerate(whole.shapes) for slot in slots_of(stage, shape.groups))
+    steps.wasted_bytes[Decision(Choices(frozenset(slots)))] = wasted_keeping
     try:
-        return choose(whole, model, budget_bytes, costs).best
+        return choose(whole, model.hoping(wasted_bytes), budget_bytes, costs, steps=steps).best
     except BudgetError:
         return None
 

@@ -69,13 +69,16 @@ class StepClocks:
 
 
 def steps_until_steady(allocated: AllocatedBytes, clocks: StepClocks) -> Iterator[None]:
-    """Begin up to three steps, of which the last counts.
+    """Begin up to three steps, of which the last counts, with what making the model took returned.
 
     The policy learns sizes in the first, and the allocator has the segments of the second. If that has reserved none, a
-    third would be the same.
+    third would be the same. An arena is reserved before the second, as a budget does before steps that are planned.
     """
+    allocated.segments.trim()
     for number in range(_MOST_STEPS):
         reserved = allocated.segments.reserved_bytes
+        if number == 1:
+            allocated.reserve_arena()
         allocated.reset_peak()
         clocks.begin_step()
         yield

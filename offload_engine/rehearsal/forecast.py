@@ -43,6 +43,8 @@ class WayForecast(NamedTuple):
     """In the rehearsed step."""
     context_bytes: int = CONTEXT_BYTES
     """Of the GPU, outside torch's allocator."""
+    wasted_in_arena: int = 0
+    """`wasted_bytes` if an arena is reserved before each step, as under a budget."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -66,6 +68,8 @@ class RankForecast(NamedTuple):
     """Forward and backward of two chunks run together."""
     chosen: Prediction | None = None
     """Within the budget; None: it does not fit, or nothing was chosen."""
+    chosen_shapes: Shapes = ()
+    """Shapes with what that recomputes."""
     kept: Choices = Choices()
     """Groups that stay on the device when the others are offloaded."""
 
@@ -160,6 +164,7 @@ def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list
     chosen = [rank.chosen for rank in ranks if rank.chosen is not None]
     if len(chosen) < len(ranks):
         return None
+    ranks = [rank._replace(shapes=rank.chosen_shapes) for rank in ranks]
     plans, bounds = [], []
     for rank, prediction in zip(ranks, chosen, strict=True):
         choices, room = prediction.decision

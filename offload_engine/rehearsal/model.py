@@ -98,7 +98,7 @@ class ModelRehearsal:
             on_progress()
             shapes = shapes or self._shapes
         optimizer_ms = 2 * self._state_bytes / self._hardware.memory_gbps / 1e6 if self._optimizer_bytes else 0.0
-        chosen = None if ways[0].gpu_bytes <= self._budget_bytes else self._choose(shapes, self._shapes)
+        chosen = None if ways[0].gpu_bytes <= self._budget_bytes else self._choose(shapes, self._shapes, ways[0])
         on_progress()
         rank = RankForecast(self._num_parameters, self._state_bytes, (), shapes, tuple(ways), chosen=chosen)
         tokens = num_tokens * self._num_gpus
@@ -106,18 +106,20 @@ class ModelRehearsal:
             self._hardware, self._link, self._num_gpus, tokens, optimizer_ms, rank, self._budget_bytes
         )
 
-    def _choose(self, saved: Shapes, checkpointed: Shapes) -> Prediction | None:
+    def _choose(self, saved: Shapes, checkpointed: Shapes, kept: WayForecast) -> Prediction | None:
         """Choose from a step in which everything is offloaded.
 
         Args:
             saved: shapes of a step without offload, whose times have no waits.
             checkpointed: shapes of a step with all layers checkpointed.
+            kept: step without offload.
         """
         floor = self.run("everything offloaded", policy=LowestPeak())
         job = Job(tuple(no_pipelining(1)), saved)
         options = layer_options(saved, checkpointed)
         costs = Costs(self._link, options=options, floor_ms=floor.milliseconds)
-        return choose_within(self._budget_bytes, job, job, self._boundaries, costs, floor.wasted_bytes)
+        wasted = floor.wasted_in_arena, kept.wasted_in_arena
+        return choose_within(self._budget_bytes, job, job, self._boundaries, costs, *wasted)
 
     def run(
         self,
@@ -141,7 +143,6 @@ class ModelRehearsal:
             config = OffloadConfig(min_tensor_bytes=self._min_tensor_bytes, dry_run=dry_run, policy=policy)
             engine = RehearsalEngine(config, device)
             handle = LayerOffload(model, find_layers(model, None), engine, checkpoints)
-            hollow.allocated.segments.trim()  # what making the model took
             for _ in steps_until_steady(hollow.allocated, device.clocks):
                 self._run_forward(model).backward()
                 milliseconds = device.clocks.now.compute
@@ -149,8 +150,11 @@ class ModelRehearsal:
             stats = engine.stats
             self._managed_bytes = stats.managed_bytes
             self._shapes, self._boundaries = shapes_of(engine.boundaries), tuple(engine.boundaries)
-            wasted = hollow.allocated.segments.reserved_bytes - peak
-            way = WayForecast(name, peak, wasted, milliseconds, stats.host_bytes, stats.copied_out_bytes)
+            wasted = hollow.allocated.wasted_beside(peak)
+            moved = stats.copied_out_bytes
+            way = WayForecast(
+                name, peak, wasted.nbytes, milliseconds, stats.host_bytes, moved, wasted_in_arena=wasted.in_arena
+            )
             handle.remove()
             del state
         return way

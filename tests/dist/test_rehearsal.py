@@ -147,7 +147,7 @@ def test_what_is_held_at_32768_tokens() -> None:
         changes = _FULL if way == "recompute" else {}
         with _ready(_job_of(shape, 1), **changes) as stage:
             outcome = stage.run(Settings(OffloadConfig(), (), has_report=False))
-        found.append(outcome.peak_bytes + outcome.wasted_bytes + TE_CONTEXT_BYTES)
+        found.append(outcome.peak_bytes + outcome.wasted.nbytes + TE_CONTEXT_BYTES)
     errors = sorted(abs(got / expected - 1) for got, expected in zip(found, held.values(), strict=True))
     assert len(errors) == 4 and errors[-1] < 0.05 and errors[2] < 0.035, errors
 
