@@ -18,8 +18,9 @@ IN_PLACE = (
     "edit. Install without --editable, or into another folder (pip install --target)."
 )
 CORE = Path("offload_engine")
-# What runs for each saved tensor and each group. A module that is missing here stays interpreted, with every test green
-# and the host time of a group doubled: so their number is stated too, and held by a test of the compiled core.
+# What runs for each saved tensor and each group, and what plans a step. A module that is missing here stays
+# interpreted, with every test green and the host time of a group or of a plan doubled: so their number is stated too,
+# and held by a test of the compiled core.
 COMPILED_FOLDERS = ("_chunk", "_host", "_policy", "_saved")
 ALSO_COMPILED = (
     "_captured/replays.py",
@@ -31,11 +32,25 @@ ALSO_COMPILED = (
     "functions.py",
     "group_boundaries.py",
     "meter.py",
+    "planning/budget.py",
+    "planning/clocks.py",
+    "planning/copy_ins.py",
+    "planning/host_bytes.py",
     "planning/moves.py",
+    "planning/performed.py",
+    "planning/plan.py",
+    "planning/planner.py",
+    "planning/releases.py",
+    "planning/replay.py",
+    "planning/residents.py",
+    "planning/segments.py",
+    "planning/shapes.py",
+    "planning/simulate.py",
+    "planning/simulated.py",
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 49
+NUM_COMPILED = 63
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 
