@@ -95,6 +95,22 @@ def test_a_budget_that_needs_offload() -> None:
     assert float(none[0].replace(",", "")) <= float(chosen[0].replace(",", ""))
 
 
+def test_a_budget_recomputes_in_a_forecast_as_in_a_run() -> None:
+    """Each layer's MLP, which is half of what a step saves, unless the run's flag forbids it."""
+    job = [*JOB, "--num-layers", "8", *LONG, "--hidden-size", "1024", "--global-batch-size", "2"]
+    budget = ["--offload-gpu-budget", "11.4GiB", "--attention-dropout", "0", "--hidden-dropout", "0"]
+    found = _run([[*job, *budget, "--offload-recompute", flag] for flag in ("auto", "off")], "--plan")
+    chosen = r"│ mlp_\w+ +│ +[\d.]+ │ +[\d.]+ │ +([\d.]+) │\n"  # with how much is kept and offloaded before it
+    milliseconds, recomputed = [], []
+    for out, error, _ in found:
+        row = re.search(r"chosen within the budget +│ +([\d.]+) │", out)
+        assert row is not None, error
+        milliseconds.append(float(row[1]))
+        recomputed.append(sum(float(last) for last in re.findall(chosen, out)))
+    assert milliseconds[0] < 0.5 * milliseconds[1]
+    assert recomputed[0] > 1 and recomputed[1] == 0
+
+
 def _moved(out: str) -> dict[tuple[str, str], tuple[int, float, float]]:
     """Return groups, GiB a step and GiB moved of each stage and module."""
     cells = [[word.strip() for word in line.split("│")[1:-1]] for line in out.splitlines() if line.count("│") == 8]

@@ -112,6 +112,24 @@ def test_steps_are_rehearsed_until_one_reserves_nothing(reserving: set[int], num
     assert number + 1 == num_steps
 
 
+def test_an_arena_has_room_for_what_separate_segments_have_not() -> None:
+    """Not for what the steps find: that has been allocated before."""
+
+    def note(nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        allocated.note(tensor.untyped_storage())
+        return tensor
+
+    allocated = AllocatedBytes(lambda key: None)
+    weights = note(64 * MIB)
+    for _ in steps_until_steady(allocated, StepClocks(Link())):
+        note(32 * MIB)
+        note(96 * MIB)
+        assert allocated.peak_bytes == 160 * MIB
+    # The larger block has the smaller one's place in the arena, of which a 64th is spare, in steps of 2 MiB.
+    assert allocated.wasted_beside(allocated.peak_bytes) == (32 * MIB, 2 * MIB) and weights.numel()
+
+
 # What GPUs have shown, from docs/results/2026-11-23_h200.md: MiB allocated, and ms of a step of all ranks; without
 # offload, and with everything offloaded.
 MEASURED = {
