@@ -17,7 +17,6 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Costs
-from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.shapes import Bounds
 from offload_engine.rehearsal.chosen import choose_within
 from offload_engine.rehearsal.forecast import (
@@ -76,8 +75,6 @@ class _Rehearsed(NamedTuple):
     """Survey of all its modules."""
     floor: StepOutcome
     """Step with everything offloaded, which may have fewer microbatches."""
-    options: tuple[RecomputeOption, ...]
-    """What its layers can recompute."""
 
 
 def _rehearse_rank(
@@ -108,9 +105,17 @@ def _rehearse_rank(
     state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
     kept = kept_by_share(none.shapes, actions, settings.engine)
     rank_forecast = RankForecast(
-        sizes.num_parameters, state, actions, none.shapes, ways, job.bounds, is_combined, kept=kept
+        sizes.num_parameters,
+        state,
+        actions,
+        none.shapes,
+        ways,
+        job.bounds,
+        is_combined,
+        options=options,
+        kept=kept,
     )
-    return _Rehearsed(rank_forecast, settings.modules, held, away, options)
+    return _Rehearsed(rank_forecast, settings.modules, held, away)
 
 
 def _check_names(job: TrainingJob, rehearsed: Sequence[_Rehearsed]) -> None:
@@ -128,12 +133,8 @@ def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankFo
     short = Job(floor.actions, rank.shapes, rank.bounds, rank.is_combined)
     whole = replace(short, actions=rank.actions)
     overhead = floor.wasted.in_arena, kept.wasted_in_arena, kept.context_bytes
-    costs = Costs(link, options=rehearsed.options)
-    chosen = choose_within(budget_bytes, short, whole, floor.boundaries, costs, *overhead)
-    if chosen is None:
-        return rank
-    recomputed = options_of(rehearsed.options, chosen.decision.choices.recomputed)
-    return rank._replace(chosen=chosen, chosen_shapes=with_recomputation(rank.shapes, recomputed))
+    costs = Costs(link, options=rank.options)
+    return rank._replace(chosen=choose_within(budget_bytes, short, whole, floor.boundaries, costs, *overhead))
 
 
 def _name_of_offload(job: TrainingJob) -> str:

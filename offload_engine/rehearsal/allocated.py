@@ -53,11 +53,11 @@ class AllocatedBytes:
         self._alive: dict[int, _Alive] = {}
 
     def wasted_beside(self, peak_bytes: int) -> Wasted:
-        """Return what is reserved beside a peak of allocated bytes: of an arena, what was used and some to spare."""
-        wasted, arena = self.segments.reserved_bytes - peak_bytes, self.in_arena
-        if arena is None:
-            return Wasted(wasted, wasted)
-        return Wasted(wasted, arena.reserved_bytes - ENDLESS + with_spare(arena.arena_bytes) - peak_bytes)
+        """Return what is reserved beside a peak of allocated bytes: of the arena, what was used and some to spare."""
+        arena = self.in_arena
+        assert arena is not None
+        with_arena = arena.reserved_bytes - ENDLESS + with_spare(arena.arena_bytes)
+        return Wasted(self.segments.reserved_bytes - peak_bytes, with_arena - peak_bytes)
 
     def reserve_arena(self) -> None:
         """Count from now on also what is reserved if all that is allocated next has room in an arena."""

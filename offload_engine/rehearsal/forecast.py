@@ -12,6 +12,7 @@ from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.plan import Line, Plan, make_plan
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.predict import Prediction
+from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.shapes import Bounds, Shapes, step_boundaries
 from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
 from offload_engine.schedule import Action
@@ -68,8 +69,8 @@ class RankForecast(NamedTuple):
     """Forward and backward of two chunks run together."""
     chosen: Prediction | None = None
     """Within the budget; None: it does not fit, or nothing was chosen."""
-    chosen_shapes: Shapes = ()
-    """Shapes with what that recomputes."""
+    options: tuple[RecomputeOption, ...] = ()
+    """What its layers can recompute."""
     kept: Choices = Choices()
     """Groups that stay on the device when the others are offloaded."""
 
@@ -164,7 +165,7 @@ def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list
     chosen = [rank.chosen for rank in ranks if rank.chosen is not None]
     if len(chosen) < len(ranks):
         return None
-    ranks = [rank._replace(shapes=rank.chosen_shapes) for rank in ranks]
+    ranks = [_recomputing(rank, prediction.decision.choices) for rank, prediction in zip(ranks, chosen, strict=True)]
     plans, bounds = [], []
     for rank, prediction in zip(ranks, chosen, strict=True):
         choices, room = prediction.decision
@@ -180,6 +181,10 @@ def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list
         for rank, prediction, outcome in zip(ranks, chosen, simulation.ranks, strict=True)
     ]
     return simulation.milliseconds, ways
+
+
+def _recomputing(rank: RankForecast, choices: Choices) -> RankForecast:
+    return rank._replace(shapes=with_recomputation(rank.shapes, options_of(rank.options, choices.recomputed)))
 
 
 def _chosen_way(
