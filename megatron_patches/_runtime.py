@@ -401,7 +401,7 @@ def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -
     if engine.budget is None:
         return None
     decider = engine.budget.decider
-    decider.join(peers.largest_of_stage, peers.largest_of_all)
+    decider.join(tuple if peers.is_alone else peers.largest_of_stage, peers.largest_of_all)
     if not settings.may_recompute:
         return None
     recomputation = RecomputeOptions(step.chunks, drop_parts(settings.modules)[0], decider.runs.begin)

@@ -24,6 +24,11 @@ class Peers:
         self._stage = tuple(group for group in stage if group.size() > 1)
         self._all = (*self._stage, *([pipeline] if pipeline is not None and pipeline.size() > 1 else []))
 
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this rank is the only one of its stage."""
+        return not self._stage
+
     def largest_of_stage(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Return the largest of each number over the ranks of the stage. Collective."""
         return _largest(numbers, self._stage)

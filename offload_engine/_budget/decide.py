@@ -254,7 +254,7 @@ class Decider:
         """Decide again by corrected times; None if that saves too little for two more steps of verifying."""
         if self.chosen is None:
             return None
-        found = self._choose(self.actions, None)
+        found = self._choose(self.actions, None, is_alone=False)
         if not _may_replace(found.best, self.chosen.best, self._is_pipeline):
             return None
         self.chosen = self._decisions[self.actions] = found
@@ -275,8 +275,9 @@ class Decider:
         self.actions = actions or self.known.job.actions
         found = self._decisions.get(self.actions)
         if found is None:
-            recomputed = recomputed_by(self.chosen) if is_alone and not self.is_alone else None
-            found = self._decisions[self.actions] = self._choose(self.actions, recomputed)
+            is_alone &= not self.is_alone
+            recomputed = recomputed_by(self.chosen) if is_alone else None
+            found = self._decisions[self.actions] = self._choose(self.actions, recomputed, is_alone)
         self.chosen = found
         return allowance_of(found, self._shapes(), self.actions)
 
@@ -287,11 +288,10 @@ class Decider:
     def _shapes(self) -> Shapes:
         return () if self.known is None else self.known.job.shapes
 
-    def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
+    def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None, is_alone: bool) -> Chosen:
         known, guards = self.known, (self.guard_bytes, self._left_bytes)
         assert known is not None
-        # Later, ranks may decide at different times, and must not wait for each other.
-        agree = self.agree if self.is_alone or self.chosen is None else None
+        agree = None if is_alone or not _know_alike(self) else self.agree
         try:
             return known.choose(actions, self.budget_bytes, *guards, recomputed=recomputed, agree=agree)
         except BudgetError as error:
@@ -308,6 +308,15 @@ def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_
 
     streams = context.copy_out_stream, context.copy_in_stream
     return measure_link(context.device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
+
+
+def _know_alike(decider: Decider) -> bool:
+    """Return whether the ranks that decide alike have all they decide by in common: one may have corrected it alone."""
+    known = decider.known
+    assert known is not None
+    model, costs = known.model, known.costs
+    own = model.correction_bytes, model.overhead_bytes, decider.margin_bytes, costs.busy_ratio, costs.floor_ms
+    return are_alike(decider.agree, f"{own}")
 
 
 def _may_replace(found: Prediction, best: Prediction, is_pipeline: bool) -> bool:

@@ -76,13 +76,15 @@ class HoldWatch:
         decider = self._decider
         if decider.level():
             self._in_force.allow(decider.decide())
-        need, num_excesses = decider.agree((self._last.peak_bytes + decider.extra_bytes, self._num_excesses))
         chosen = decider.chosen
+        may_gain = chosen is not None and (chosen.best.stalled_ms > 0 or bool(chosen.best.recomputed_bytes))
+        own = self._last.peak_bytes + decider.extra_bytes, self._num_excesses, int(may_gain)
+        need, num_excesses, can_gain = decider.agree(own)
         is_unused = decider.budget_bytes - need > _UNUSED * decider.budget_bytes
         self._num_unused = self._num_unused + 1 if is_unused else 0
         if chosen is None or self._num_unused < 1 << min(num_excesses, _MAX_DOUBLED):
             return
-        if chosen.best.stalled_ms > 0 or chosen.best.recomputed_bytes:
+        if can_gain:
             self._num_unused = 0
             self._correct(Excess((need - chosen.best.held_bytes) // 2))
             self._in_force.clear_allocator()

@@ -128,7 +128,9 @@ class Known:
                 self._recorded, self.job, lambda: self._predictor(steps, self.model), budget_bytes - left_bytes, agree
             )
             found = replays.choose(
-                lambda wasted_bytes: choose_with(self.model.hoping(wasted_bytes), left_bytes),
+                lambda wasted_bytes, lacked_bytes: choose_with(
+                    self.model.hoping(wasted_bytes), left_bytes + lacked_bytes
+                ),
                 is_free=recomputed is None,
             )
             self._recorded = self._recorded if replays.is_sound else None

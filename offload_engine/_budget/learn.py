@@ -53,8 +53,10 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     recorded = recorder.allocations()
     num_events = 0 if recorded is None else recorded.num_events
     waited_us = round(_US * sum(wait.exposed_ms for wait in waits))
-    wasted, lacks_record, most_events, waited_us = agree((wasted, int(recorded is None), num_events, waited_us))
+    has_lags = recorded is not None and recorded.has_lags
+    own = wasted, int(recorded is None), num_events, int(has_lags), waited_us
+    wasted, lacks_record, most_events, some_have_lags, waited_us = agree(own)
     if recorded is not None:
-        recorded.most_events = most_events
+        recorded.most_events, recorded.has_lags = most_events, bool(some_have_lags)
     model = agreed_model(agree, model, job.residents(Choices()).before)
     return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US)

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from offload_engine._budget.agreement import Agree
+from offload_engine._budget.arenas import arena_for
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choose import Chosen
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Prediction, Predictor
 from offload_engine.planning.recompute import cheapest_first, recomputing
-from offload_engine.planning.replay import SPARE_SHARE, replayed, with_spare
+from offload_engine.planning.replay import Replay
 from offload_engine.planning.segments import Reserved
 from offload_engine.planning.steps import Decision
 from offload_engine.sizes import short_size
 
-_MOST_EVENTS: Final = 80_000
+_MOST_EVENTS: Final = 120_000
 """Of all replays: these take about 0.4 seconds."""
 _MOST_REPLAYS: Final = 16
 _MOST_ROOMS: Final = 3
@@ -27,8 +28,9 @@ _WORTH_TRYING: Final = 1 / 256
 """Share of the budget by which other steps might reserve less than expected."""
 _WORTH_A_REPLAY: Final = 0.995
 """Share of the cost of a step that fits by which another one is tried."""
-_SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
-"""Of an arena, in the order in which they are tried."""
+_MOST_ARENAS: Final = 3
+_NEAR: Final = 1 / 32
+"""Share of the budget by which a step might reserve less in vain than any other one."""
 _PEAK_TOLERANCE: Final = 1 / 32
 _UNSOUND: Final = (
     "offload budget: by measured peaks a step allocates %s, by replayed allocations, on this rank, %s. So what its "
@@ -62,27 +64,55 @@ class ReplayedChoice:
         self._steps = predictor().steps
         self._limit_bytes = limit_bytes
         self._found: dict[Decision, Reserved] = {}  # of this rank
+        self._lacked_bytes = 0  # by a step that has fitted, for its arena
         self._agree = agree
         self._num_left = min(_MOST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events))
 
-    def choose(self, choose_by: Callable[[int | None], Chosen], *, is_free: bool) -> Chosen | None:
+    def choose(self, choose_by: Callable[[int | None, int], Chosen], *, is_free: bool) -> Chosen | None:
         """Return a choice that was replayed, and fits; if none does, the lowest one. None: nothing can be replayed.
 
         Args:
-            choose_by: chooses, given what a step is thought to reserve in vain: the least that one was seen to.
+            choose_by: chooses, given what a step is thought to reserve in vain, the least that one was seen to, and
+                how much of the budget it must leave.
             is_free: it may choose what is recomputed.
         """
         if is_free:
             self._replay_lowest()
-        chosen = settled = None
-        expected = least = min(self._steps.wasted_bytes.values(), default=None)
-        while self.is_sound and self._num_left > 0:
-            chosen = choose_by(expected)
+        chosen: Chosen | None = None
+        for num_others in reversed(range(_MOST_ARENAS)):
+            chosen = self._settle(choose_by, chosen, min(num_others, 1) if self._recorded.has_lags else 0)
+            if chosen is None:
+                return None
+            chosen = self._with_arena(chosen, must_fit=not num_others)
+            if chosen.best.held_bytes <= self._limit_bytes:
+                break
+        return chosen
+
+    def _settle(
+        self, choose_by: Callable[[int | None, int], Chosen], chosen: Chosen | None, num_spared: int
+    ) -> Chosen | None:
+        """Choose until what was chosen has been replayed, and fits.
+
+        Args:
+            choose_by: see `choose`.
+            chosen: what was chosen before, to go on with.
+            num_spared: replays to leave for others, should no arena fit that has room.
+
+        Returns:
+            The choice with the step that costs least and fits, or else with the lowest; None: replays are of no use.
+        """
+        settled = None if chosen is None else self._best_known(chosen)
+        expected = min(self._steps.wasted_bytes.values(), default=None)
+        while self.is_sound and self._num_left > num_spared:
+            chosen = choose_by(expected, self._lacked_bytes)
             most = float("inf") if settled is None else _WORTH_A_REPLAY * settled.best.cost_ms
             if chosen.floor.decision not in self._steps.wasted_bytes:
                 self._replay(chosen.floor)
+            elif self._might_fit(chosen.top):
+                self._replay(chosen.top)
             elif chosen.best.decision in self._steps.wasted_bytes:
-                if expected is None or least is None or expected - least <= _WORTH_TRYING * self._limit_bytes:
+                least = min(self._steps.wasted_bytes.values())
+                if expected is None or expected - least <= _WORTH_TRYING * self._limit_bytes:
                     break
                 expected = (expected + least) // 2
             elif chosen.best.cost_ms > most:
@@ -92,7 +122,11 @@ class ReplayedChoice:
             settled = self._best_known(chosen)
         if chosen is None or not self.is_sound:
             return None
-        return self._with_arena(self._best_known(chosen) or self._lowest_known(chosen))
+        return self._best_known(chosen) or self._best_known(chosen, 0) or self._lowest_known(chosen)
+
+    def _might_fit(self, top: Prediction) -> bool:
+        """Return whether the step in which nothing moves is unknown, and may reserve less in vain than is thought."""
+        return top.decision not in self._steps.wasted_bytes and top.held_bytes <= (1 + _NEAR) * self._limit_bytes
 
     def _replay_lowest(self) -> None:
         """Replay what may be the floor, so that the first choice is made by it."""
@@ -102,10 +136,17 @@ class ReplayedChoice:
             if self.is_sound and self._num_left > 0 and decision not in self._steps.wasted_bytes:
                 self._replay(predictor.predict(decision))
 
-    def _best_known(self, chosen: Chosen) -> Chosen | None:
-        """Return the choice with the step that costs least and fits, of those that were replayed."""
-        fitting = [each for each in self._known() if each.held_bytes <= self._limit_bytes]
-        return chosen._replace(best=min(fitting, key=lambda each: each.cost_ms)) if fitting else None
+    def _best_known(self, chosen: Chosen, lacked_bytes: int | None = None) -> Chosen | None:
+        """Return the choice with the step that costs least and fits, of those that were replayed.
+
+        Args:
+            chosen: to take the rest from.
+            lacked_bytes: that a step is thought to lack which has no arena yet; None: as much as others.
+        """
+        limit, lacked = self._limit_bytes, self._lacked_bytes if lacked_bytes is None else lacked_bytes
+        limits = {True: limit, False: limit - lacked}
+        found = [each for each in self._known() if each.held_bytes <= limits[each.decision in self._steps.arena_bytes]]
+        return chosen._replace(best=min(found, key=lambda each: each.cost_ms)) if found else None
 
     def _lowest_known(self, chosen: Chosen) -> Chosen:
         """Return the choice with the step that holds least, of those that were replayed."""
@@ -114,26 +155,26 @@ class ReplayedChoice:
     def _known(self) -> Iterable[Prediction]:
         return map(self._predictor().predict, self._steps.wasted_bytes)
 
-    def _with_arena(self, chosen: Chosen) -> Chosen:
-        """Return the choice with an arena that has an end, and in which all blocks have room."""
-        decision = chosen.best.decision
-        if decision not in self._steps.wasted_bytes or decision in self._steps.arena_bytes:
+    def _with_arena(self, chosen: Chosen, *, must_fit: bool) -> Chosen:
+        """Return the choice with an arena that has an end. If no arena fits that has room, the step does not fit.
+
+        Args:
+            chosen: a step that was replayed.
+            must_fit: there is no other one: it is given what there is room for.
+        """
+        decision, steps = chosen.best.decision, self._steps
+        if decision not in steps.wasted_bytes or decision in steps.arena_bytes:
             return chosen
-        found = self._found.get(decision) or self._replayed(decision)
+        replay = self._replay_of(decision)
+        found = self._found.get(decision) or replay.reserved()
         assert found is not None
-        usual = with_spare(found.arena_bytes)  # of which the replay has told what is reserved
-        for share in _SHARES_TO_SPARE:
-            arena = with_spare(found.arena_bytes, share)
-            again = self._replayed(decision, arena)
-            more = arena - usual
-            has_room = again is not None and again.reserved_bytes <= found.reserved_bytes + more
-            if has_room and chosen.best.held_bytes + more <= self._limit_bytes:
-                break
-        else:
-            arena, more = usual, 0
-        self._steps.arena_bytes[decision] = arena
-        [most] = self._agree((more,))
-        self._steps.wasted_bytes[decision] += most
+        room = self._limit_bytes - chosen.best.held_bytes
+        must_fit |= decision == chosen.floor.decision
+        arena = arena_for(replay, found, room, has_lags=self._recorded.has_lags, must_fit=must_fit)
+        [more] = self._agree((arena.more_bytes,))
+        steps.arena_bytes[decision] = arena.nbytes
+        steps.wasted_bytes[decision] += more
+        self._lacked_bytes = max(self._lacked_bytes, more - room)
         return chosen._replace(best=self._predictor().predict(decision))
 
     def _replay_rooms(self, best: Prediction, most: float) -> int | None:
@@ -162,7 +203,7 @@ class ReplayedChoice:
         """Find out what the allocator would reserve in vain."""
         self._num_left -= 1
         decision = prediction.decision
-        found = self._replayed(decision)
+        found = self._replay_of(decision).reserved()
         peak = prediction.allocated_bytes
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
@@ -176,5 +217,5 @@ class ReplayedChoice:
         assert found is not None
         self._steps.wasted_bytes[decision], self._found[decision] = wasted, found
 
-    def _replayed(self, decision: Decision, arena_bytes: int | None = None) -> Reserved | None:
-        return replayed(self._recorded, self._job, decision, self._predictor().costs.options, arena_bytes)
+    def _replay_of(self, decision: Decision) -> Replay:
+        return Replay(self._recorded, self._job, decision, self._predictor().costs.options)

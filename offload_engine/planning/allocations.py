@@ -12,17 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from offload_engine.planning.moves import COMMIT, Boundary, GroupKey
-from offload_engine.planning.segments import Reserved, Segment, rounded
+from offload_engine.planning.segments import Reserved, Segment, is_small_block, rounded
 
 ALLOCATED: Final = 0
 FREE_ASKED: Final = 1
 """Its owner has freed it; it may be in use on another stream."""
 FREED: Final = 2
-
-_LEAD: Final = 1.7
-"""How much longer than in the recorded step other streams use a block: the host, which waits for fewer copies, is
-farther ahead. (In a pipeline on H200s, what was received from another stage: 1.3 to 1.6 times as many events. Ten
-steps used no more of their arenas than replayed with 1.7 and a 64th to spare; with 1.4 five did, by up to 171 MiB.)"""
 
 
 class Event(NamedTuple):
@@ -51,7 +46,7 @@ class Life:
         stream: whose pool it is from.
         begins: index of the event; -1: before the step.
         ends: index of the event; None: after the step.
-        lag: number of events after its end for which another stream still uses it: only then it is free.
+        lag: number of events after its end for which another stream still used it: only then it was free.
     """
 
     __slots__ = ("at", "nbytes", "stream", "begins", "ends", "lag")
@@ -148,6 +143,8 @@ class RecordedStep:
         for life in self._in_order:
             by_stream[life.stream] = by_stream.get(life.stream, 0) + life.nbytes
         self.main_stream: int = max(by_stream, key=lambda stream: by_stream[stream])  # allocates most
+        # Of one of the ranks that decide alike.
+        self.has_lags: bool = any(life.lag and not is_small_block(life.nbytes) for life in self.lives)
 
     def begun_between(self, begin: int, end: int) -> list[Life]:
         """Return the lives that began in the step, at or after one moment and before another, in order."""
@@ -213,7 +210,7 @@ def _lives_of(log: AllocationLog) -> list[Life]:
                 life = Life(at, nbytes, stream)
                 lives.append(life)
             life.ends = asked.pop(at, index - 1) + 1
-            life.lag = round(_LEAD * (index - life.ends))
+            life.lag = index - life.ends
     return lives
 
 

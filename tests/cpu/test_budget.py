@@ -606,6 +606,27 @@ def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.Monk
     assert sizes[0] and sizes[0] == sizes[1] == sizes[2]
 
 
+def test_what_all_ranks_decide_together_is_replayed_if_they_know_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay is agreed upon, so a rank that decides alone has none, or it would wait for the others for ever."""
+    job, _ = on_gpu(1 << 40)
+    decider, more, agreed_by = job.controller.decider, 0, list[Any]()
+    decider.agree = lambda numbers: tuple(number + more for number in numbers)
+    job.steps(6)
+    chosen = decider.chosen
+
+    def choose(*_: Any, agree: Any, **others: Any) -> Any:
+        agreed_by.append(agree)
+        return chosen
+
+    monkeypatch.setattr(decider.known, "choose", choose)
+    decider.reconsider()
+    decider._decisions.clear()
+    decider.decide(is_alone=True)
+    more = 1  # the other ranks have other numbers
+    decider.reconsider()
+    assert agreed_by == [decider.agree, None, None]
+
+
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_engine import GroupTraits, OffloadConfig, OffloadEngine, group_commit, group_start
 from offload_engine._budget.allocations import AllocationNotes
+from offload_engine._budget.arenas import arena_for
 from offload_engine._budget.known import Known
 from offload_engine._budget.module_runs import ModuleRuns
 from offload_engine._budget.replayed_choice import ReplayedChoice
@@ -48,8 +49,8 @@ from offload_engine.planning.moves import GroupKey, parse_boundary, parse_group
 from offload_engine.planning.predict import Costs
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.reduced import ReducedJob
-from offload_engine.planning.replay import replayed, with_spare
-from offload_engine.planning.segments import Block, Segment
+from offload_engine.planning.replay import LEAD, Replay, replayed, with_spare
+from offload_engine.planning.segments import Block, Reserved, Segment
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.rehearsal.allocated import AllocatedBytes
@@ -608,27 +609,42 @@ def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_
         assert ("predicted by shares" in caplog.text) == (not replays)
 
 
+def change_replays(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Reserved, Decision, int | None], Reserved]
+) -> None:
+    """Make replays come to something else, by what they are of."""
+
+    class Changed:
+        def __init__(self, step: RecordedStep, job: PlannedJob, decision: Decision, *offered: Any) -> None:
+            self._decision = decision
+            self._replay = Replay(step, job, decision, *offered)
+
+        def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
+            return change(present(self._replay.reserved(arena_bytes, lead)), self._decision, arena_bytes)
+
+    monkeypatch.setattr("offload_engine._budget.replayed_choice.Replay", Changed)
+
+
 @pytest.mark.parametrize(
     ("num_short", "limit", "share"),
-    [(0, 1 << 40, 1 / 64), (1, 1 << 40, 1 / 32), (1, 0, 1 / 128), (2, 1 << 40, 1 / 128), (4, 1 << 40, 1 / 64)],
+    [(0, 1 << 40, 1 / 64), (1, 1 << 40, 1 / 32), (1, 0, 1 / 128), (2, 1 << 40, 1 / 128), (4, 1 << 40, 1 / 128)],
 )
 def test_an_arena_has_an_end_before_which_all_blocks_have_room(
     num_short: int, limit: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first ones have none; `limit` 0 stands for what the step holds with the first."""
+    """The first ones have none; `limit` 0 stands for what the step holds with the first. Of four the least is taken."""
     arenas, collects = list[int](), list[bool]()
 
-    def some_are_short(*args: Any) -> Any:
+    def some_are_short(found: Reserved, _: Decision, arena_bytes: int | None) -> Reserved:
         collects.append(gc.isenabled())
-        found = present(replayed(*args))
-        if args[4] is None:
+        if arena_bytes is None:
             return found
-        arenas.append(args[4])
+        arenas.append(arena_bytes)
         return found._replace(reserved_bytes=found.reserved_bytes + MIB * (len(arenas) <= num_short))
 
     (known, _), was_on = known_with(), gc.isenabled()
     first = present(replayed(*of_h200()[:2], known.choose(STEP, 1 << 40, agree=Agreed()).best.decision))
-    monkeypatch.setattr("offload_engine._budget.replayed_choice.replayed", some_are_short)
+    change_replays(monkeypatch, some_are_short)
     known = known_with()[0]
     gc.enable()
     best = known.choose(STEP, limit or first.reserved_bytes, agree=Agreed()).best
@@ -637,7 +653,37 @@ def test_an_arena_has_an_end_before_which_all_blocks_have_room(
         gc.disable()
     assert best.arena_bytes == with_spare(first.arena_bytes, share)
     assert 0 <= best.arena_bytes - (1 + share) * first.arena_bytes <= 2 * MIB
-    assert best.held_bytes == first.reserved_bytes + best.arena_bytes - with_spare(first.arena_bytes)
+    more = best.arena_bytes - with_spare(first.arena_bytes) + MIB * (num_short == 4)
+    assert best.held_bytes == first.reserved_bytes + more
+
+
+def test_an_arena_has_room_however_far_ahead_the_host_is() -> None:
+    """As far as the budget has room for it; what a step is thought to hold otherwise is what it lacks.
+
+    The replays are of a step that needs 1,000 MiB, or as many as are given for a lead; else it reserves 500 beside.
+    """
+    of_leads = {1.4: 1100, 2.5: 1200}
+
+    class Needs:
+        def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
+            needed = of_leads.get(lead, 1000) * MIB
+            arena = with_spare(needed) if arena_bytes is None else arena_bytes
+            return Reserved(arena + 500 * MIB * (arena < needed), 0, needed)
+
+    replay: Any = Needs()
+    found, usual = replay.reserved(), with_spare(1000 * MIB)
+
+    def arena(room: int, *, has_lags: bool = True, must_fit: bool = False) -> tuple[int, int]:
+        nbytes, more = arena_for(replay, found, room * MIB, has_lags=has_lags, must_fit=must_fit)
+        return nbytes, more
+
+    most = with_spare(1200 * MIB)
+    assert arena(1000) == (most, most - usual)
+    assert arena(1000, has_lags=False) == (usual, 0)
+    assert arena(184) == (usual + 184 * MIB, 184 * MIB), "just enough, with nothing to spare"
+    assert arena(181) == (usual + 180 * MIB, most - usual), "too little, as segments have an even number of MiB"
+    assert arena(181, must_fit=True) == (usual + 180 * MIB, 180 * MIB)
+    assert arena(-5, must_fit=True) == (usual, 0)
 
 
 def test_others_are_expected_to_reserve_as_much_in_vain_as_one_that_did_not_fit(
@@ -649,19 +695,30 @@ def test_others_are_expected_to_reserve_as_much_in_vain_as_one_that_did_not_fit(
         hoped.append(wasted_bytes)
         return as_before(model, wasted_bytes)
 
-    def wastes_more(*args: Any) -> Any:
-        found = present(replayed(*args))
-        more.append(args[2] != Decision() and sum(more) < 3)  # one, and what has less room
+    def wastes_more(found: Reserved, decision: Decision, _: int | None) -> Reserved:
+        more.append(decision != Decision() and sum(more) < 3)  # one, and what has less room
         return found._replace(reserved_bytes=found.reserved_bytes + 8 * GIB * more[-1])
 
     as_before = MemoryModel.hoping
     monkeypatch.setattr(MemoryModel, "hoping", hoping)
-    monkeypatch.setattr("offload_engine._budget.replayed_choice.replayed", wastes_more)
+    change_replays(monkeypatch, wastes_more)
     known = known_with()[0]
     best = known.choose(STEP, 40 * GIB, agree=Agreed()).best
     wasted = known._steps_of(STEP).wasted_bytes
     assert hoped[0] == wasted[Decision()] < present(hoped[1]) and hoped[1] in wasted.values()
     assert best.decision != Decision() and best.held_bytes <= 40 * GIB
+
+
+def test_the_step_in_which_nothing_moves_is_replayed_if_it_might_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others reserve a GiB more in vain, so it is not thought to fit."""
+    top = known_with()[0].choose(STEP, 1 << 40, agree=Agreed()).top.decision
+    reserved = present(replayed(*of_h200()[:2], top)).reserved_bytes
+    change_replays(
+        monkeypatch,
+        lambda found, decision, _: found._replace(reserved_bytes=found.reserved_bytes + GIB * (decision != top)),
+    )
+    for limit, fits in ((reserved, True), (reserved - 2 * MIB, False)):
+        assert (known_with()[0].choose(STEP, limit, agree=Agreed()).best.decision == top) == fits
 
 
 def test_where_none_fits_the_lowest_that_was_replayed_is_taken() -> None:
@@ -672,7 +729,7 @@ def test_where_none_fits_the_lowest_that_was_replayed_is_taken() -> None:
     make = ReplayedChoice(
         present(known._recorded), known.job, lambda: known._predictor(steps, known.model), 1, Agreed()
     )
-    found = present(make.choose(lambda _: chosen, is_free=True)).best
+    found = present(make.choose(lambda *_: chosen, is_free=True)).best
     assert found.decision == Decision() != chosen.best.decision
     assert found.arena_bytes is not None and len(steps.wasted_bytes) == 2
 

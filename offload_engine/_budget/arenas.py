@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out how large an arena must be, by replays."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from offload_engine.planning.replay import SPARE_SHARE, Replay, with_spare
+from offload_engine.planning.segments import Reserved, segment_bytes
+
+_OTHER_LEADS: Final = (1.0, 1.4, 2.5)
+"""How far the host may be ahead in other steps of the same decision; see `LEAD`. (In a pipeline on H200s one step in
+ten reserved a segment beside an arena that had room with that. With one of these each of them lacked it, too.)"""
+_SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
+"""Of an arena, in the order in which they are tried."""
+
+
+class Arena(NamedTuple):
+    """An arena that has an end."""
+
+    nbytes: int
+    more_bytes: int
+    """That a step with it is thought to hold, beside those found with an arena without one."""
+
+
+def arena_for(replay: Replay, found: Reserved, room_bytes: int, *, has_lags: bool, must_fit: bool) -> Arena:
+    """Return the arena in which all blocks have room, however far ahead the host is.
+
+    Args:
+        replay: of the step.
+        found: what it reserves, and uses of an arena without an end.
+        room_bytes: what it may hold beside that.
+        has_lags: blocks are in use on other streams, by the host's lead longer or shorter.
+        must_fit: if there is no room for it, a step is thought to hold no more than there is room for; otherwise it
+            is thought to hold all the same what it would need.
+    """
+    usual = with_spare(found.arena_bytes)  # of which the replay has told what is reserved
+    needed = {lead: each.arena_bytes for lead in _OTHER_LEADS if has_lags and (each := replay.reserved(lead=lead))}
+    most = max(found.arena_bytes, *needed.values(), 0)
+    largest = usual + max(0, room_bytes)
+    largest -= largest % segment_bytes(1)
+    tried = list[Arena]()
+    for nbytes in dict.fromkeys(min(with_spare(most, share), largest) for share in _SHARES_TO_SPARE):
+        leads = [lead for lead, need in needed.items() if need == most or need > nbytes]
+        again = [replay.reserved(nbytes), *(replay.reserved(nbytes, lead) for lead in leads)]
+        more = max(each.reserved_bytes for each in again if each is not None) - found.reserved_bytes
+        if more <= nbytes - usual:
+            return Arena(nbytes, more)
+        tried.append(Arena(nbytes, more))
+    best = min(tried, key=lambda each: each.more_bytes)
+    if must_fit:
+        return best._replace(more_bytes=best.nbytes - usual)
+    return best if with_spare(most) <= largest else best._replace(more_bytes=with_spare(most) - usual)
