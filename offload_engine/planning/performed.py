@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from offload_engine.planning.allocations import Life, RecordedStep
@@ -22,12 +21,21 @@ class Place(NamedTuple):
     number: int = 0
 
 
-class Use(NamedTuple):
-    """An allocation, or the end of one."""
+class Use:
+    """An allocation, or the end of one.
 
-    place: Place
-    is_end: bool
-    life: Life
+    Attributes:
+        place: where it is in the order.
+        is_end: see above.
+        life: what is allocated.
+    """
+
+    __slots__ = ("is_end", "life", "place")
+
+    def __init__(self, place: Place, is_end: bool, life: Life) -> None:
+        self.place = place
+        self.is_end = is_end
+        self.life = life
 
 
 def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, arena_bytes: int = 0) -> Reserved:
@@ -44,40 +52,46 @@ def reserve(step: RecordedStep, uses: list[Use], *, is_small: bool, arena_bytes:
     allocator.trim()
     if arena_bytes:
         allocator.reserve_arena(arena_bytes, step.main_stream)
-    blocks = _blocks_at_begin(step, in_use)
+    successors = [(life, step.successors[id(life)]) for life in step.lives if id(life) in step.successors]
+    # What a step finds is what its successors have, which the last step has left.
+    blocks = {life: in_use[successor.at] for life, successor in successors if successor.at in in_use}
+    left = _left(allocator, blocks)
     before, peak = (0, 0), 0
     for _ in range(_MOST_STEPS):
-        peak = allocator.allocated_bytes
-        for _, is_end, life in uses:
-            if not is_end:
-                blocks[id(life)] = allocator.allocate(life.nbytes, life.stream)
-                peak = max(peak, allocator.allocated_bytes)
-            elif id(life) in blocks:
-                allocator.free(blocks.pop(id(life)))
-        _begin_again(step, uses, blocks, allocator)
-        now = allocator.reserved_bytes, allocator.arena_bytes
-        if now == before:
+        peak = _perform(uses, blocks, allocator)
+        _begin_again(successors, uses, blocks, allocator)
+        now, found, left = (allocator.reserved_bytes, allocator.arena_bytes), left, _left(allocator, blocks)
+        if now == before or left == found:
             break
         before = now
     return Reserved(allocator.reserved_bytes, peak, allocator.arena_bytes)
 
 
-def _blocks_at_begin(step: RecordedStep, in_use: Mapping[int, Block]) -> dict[int, Block]:
-    """Return the blocks of lives that a step finds: those of their successors, which the last step has left."""
-    found = {}
-    for life in step.lives:
-        successor = step.successors.get(id(life))
-        if successor is not None and successor.at in in_use:
-            found[id(life)] = in_use[successor.at]
-    return found
+def _perform(uses: list[Use], blocks: dict[Life, Block], allocator: SegmentAllocator) -> int:
+    """Perform the allocations of a step; return the peak of allocated bytes."""
+    peak = allocator.allocated_bytes
+    for use in uses:
+        life = use.life
+        if not use.is_end:
+            blocks[life] = allocator.allocate(life.nbytes, life.stream)
+            peak = max(peak, allocator.allocated_bytes)
+        elif life in blocks:
+            allocator.free(blocks.pop(life))
+    return peak
 
 
-def _begin_again(step: RecordedStep, uses: list[Use], blocks: dict[int, Block], allocator: SegmentAllocator) -> None:
+def _begin_again(
+    successors: list[tuple[Life, Life]], uses: list[Use], blocks: dict[Life, Block], allocator: SegmentAllocator
+) -> None:
     """Pass what a step leaves behind on to the next one; free what no step would find."""
-    for life in step.lives:
-        successor = step.successors.get(id(life))
-        if successor is not None and id(successor) in blocks:
-            blocks[id(life)] = blocks.pop(id(successor))
-    for _, is_end, life in uses:
-        if not is_end and id(life) in blocks:
-            allocator.free(blocks.pop(id(life)))
+    for life, successor in successors:
+        if successor in blocks:
+            blocks[life] = blocks.pop(successor)
+    for use in uses:
+        if not use.is_end and use.life in blocks:
+            allocator.free(blocks.pop(use.life))
+
+
+def _left(allocator: SegmentAllocator, blocks: dict[Life, Block]) -> tuple[int, set[tuple[int, int]], dict[Life, int]]:
+    """Return all by which what the next step comes to can differ."""
+    return allocator.reserved_bytes, allocator.free_parts(), {life: block.at for life, block in blocks.items()}

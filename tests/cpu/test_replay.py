@@ -138,7 +138,7 @@ class Account(AllocatedBytes):
     def recorded(self) -> AllocationLog:
         self.num_recording -= 1
         found = {id(block): block for block in self._blocks.values()}
-        found |= {id(block): block for free in self.segments._free.values() for _, _, block in free}
+        found |= {id(block): block for pool in self.segments._pools.values() for block in pool.free}
         segments = [self._first]
         for block in found.values():
             if block.before is None:
@@ -147,7 +147,7 @@ class Account(AllocatedBytes):
                 while each is not None:
                     parts.append((each.nbytes, each.is_free))
                     each = each.behind
-                segments.append(Segment(at, *pool, tuple(parts)))
+                segments.append(Segment(at, pool.stream, pool.is_small, tuple(parts)))
         return AllocationLog(tuple(self._events), tuple(segments))
 
 
