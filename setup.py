@@ -33,24 +33,34 @@ ALSO_COMPILED = (
     "group_boundaries.py",
     "meter.py",
     "planning/budget.py",
+    "planning/by_name.py",
+    "planning/choices.py",
+    "planning/chosen.py",
     "planning/clocks.py",
     "planning/copy_ins.py",
+    "planning/fitted.py",
     "planning/host_bytes.py",
     "planning/moves.py",
     "planning/performed.py",
     "planning/plan.py",
     "planning/planner.py",
+    "planning/predict.py",
+    "planning/recompute.py",
+    "planning/reduced.py",
     "planning/releases.py",
     "planning/replay.py",
     "planning/residents.py",
     "planning/segments.py",
     "planning/shapes.py",
+    "planning/shortened.py",
     "planning/simulate.py",
     "planning/simulated.py",
+    "planning/steps.py",
+    "planning/worth.py",
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 63
+NUM_COMPILED = 73
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 

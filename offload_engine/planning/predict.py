@@ -272,5 +272,6 @@ def summed(items: Iterable[tuple[K, N]]) -> dict[K, N]:
     """Add up the numbers of equal keys."""
     found: dict[K, N] = {}
     for key, number in items:
-        found[key] = found[key] + number if key in found else number
+        # mypyc takes the sum of two of them for any number.
+        found[key] = found[key] + number if key in found else number  # type: ignore[assignment, unused-ignore]
     return found
