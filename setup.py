@@ -32,6 +32,7 @@ ALSO_COMPILED = (
     "functions.py",
     "group_boundaries.py",
     "meter.py",
+    "planning/allocations.py",
     "planning/budget.py",
     "planning/by_name.py",
     "planning/choices.py",
@@ -40,6 +41,7 @@ ALSO_COMPILED = (
     "planning/copy_ins.py",
     "planning/fitted.py",
     "planning/host_bytes.py",
+    "planning/memory.py",
     "planning/moves.py",
     "planning/performed.py",
     "planning/plan.py",
@@ -60,7 +62,7 @@ ALSO_COMPILED = (
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 73
+NUM_COMPILED = 75
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 

@@ -230,7 +230,8 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
     early: dict[Boundary | Moment, int] = {}
     for boundary, other, resident in _merged(measured.boundaries, residents):
         spare = residents[boundary] - resident
-        for at in (boundary, moment_of(boundary)):
+        places: list[Boundary | Moment] = [boundary, moment_of(boundary)]
+        for at in places:
             others[at] = max(others.get(at, other), other)
             if is_early_certain:
                 early[at] = min(early.get(at, spare), spare)
