@@ -102,6 +102,7 @@ def test_steps_are_the_same_and_within_the_budget(shape: Pipeline) -> None:
 
     whole = within("1TiB", [4] * 6)
     floor, top = ends(whole.view)
+    assert whole.view.decider.is_alone == (shape != DEEP), "one rank of a stage agrees with no other one"
     assert floor == top or whole.peaks[0] < whole.peaks[-1]  # everything leaves until it has decided, and nothing then
     budget = half_way(floor, top)
     found = within(f"{budget}", numbers)
