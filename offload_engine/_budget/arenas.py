@@ -9,8 +9,8 @@ from offload_engine.planning.replay import SPARE_SHARE, Replay, with_spare
 from offload_engine.planning.segments import Reserved, segment_bytes
 
 _OTHER_LEADS: Final = (1.0, 1.4, 2.5)
-"""How far the host may be ahead in other steps of the same decision; see `LEAD`. (In a pipeline on H200s one step in
-ten reserved a segment beside an arena that had room with that. With one of these each of them lacked it, too.)"""
+"""How far the host may be ahead in other steps of the same decision; see `LEAD`. (In pipelines on H200s some
+steps reserved a segment beside an arena that had room with that. With one of these each of them lacked it, too.)"""
 _SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
 """Of an arena, in the order in which they are tried."""
 

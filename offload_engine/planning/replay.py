@@ -31,17 +31,6 @@ SPARE_SHARE: Final = 1 / 64
 """Share of what is used of such an arena by which one with an end is larger: at its end blocks have less room."""
 
 
-def replayed(
-    step: RecordedStep,
-    job: Job,
-    decision: Decision,
-    offered: tuple[RecomputeOption, ...] = (),
-    arena_bytes: int | None = None,
-) -> Reserved | None:
-    """Return what the allocator would reserve for steps with a decision; None: not known. See `Replay`."""
-    return Replay(step, job, decision, offered).reserved(arena_bytes)
-
-
 class Replay:
     """Tells what the allocator would reserve for steps with a decision, if it is trimmed before.
 

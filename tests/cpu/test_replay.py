@@ -49,7 +49,7 @@ from offload_engine.planning.moves import GroupKey, parse_boundary, parse_group
 from offload_engine.planning.predict import Costs
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.reduced import ReducedJob
-from offload_engine.planning.replay import LEAD, Replay, replayed, with_spare
+from offload_engine.planning.replay import LEAD, Replay, with_spare
 from offload_engine.planning.segments import Block, Reserved, Segment
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
 from offload_engine.planning.steps import Decision, Steps
@@ -242,6 +242,16 @@ class Job:
             narrow = wide.tanh().sum(0).sin()
         self.device.compute(self.compute_ms)
         return group_commit(narrow, chunk)
+
+
+def replayed(
+    step: RecordedStep,
+    job: PlannedJob,
+    decision: Decision,
+    offered: tuple[RecomputeOption, ...] = (),
+    arena_bytes: int | None = None,
+) -> Reserved | None:
+    return Replay(step, job, decision, offered).reserved(arena_bytes)
 
 
 @pytest.mark.parametrize("mib", [155, 165, 180])
