@@ -32,6 +32,7 @@ class ReducedJob:
     def __init__(self, job: Job, decision: Decision, options: tuple[RecomputeOption, ...]) -> None:
         self.replaced: dict[tuple[GroupKey, ...], RecomputeOption] = _groups_of(job, options)
         shapes = with_recomputation(job.shapes, options)
+        self._saved_bytes = [[group.nbytes for group in shape.groups] for shape in shapes]
         gone = [_without_bytes(stage, shape, decision) for stage, shape in enumerate(shapes)]
         self._left = [
             [index for index in range(len(shape.groups)) if index not in none]
@@ -46,6 +47,10 @@ class ReducedJob:
     def group(self, group: GroupKey) -> GroupKey:
         """Return a group of the recorded step."""
         return GroupKey(group.chunk, self._left[group.chunk.stage][group.index])
+
+    def saved_bytes(self, groups: tuple[GroupKey, ...]) -> int:
+        """Return how many bytes groups of the recorded step still save, once they are recomputed."""
+        return sum(self._saved_bytes[group.chunk.stage][group.index] for group in groups)
 
     def boundary(self, boundary: Boundary) -> Boundary:
         """Return the boundary of the recorded step at which this one is; a recomputed module is one group."""

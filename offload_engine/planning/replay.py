@@ -17,7 +17,7 @@ from offload_engine.planning.performed import AFTER_EVENT, AFTER_MOVES, EVENT, M
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
-from offload_engine.planning.segments import Reserved, is_small_block, rounded, segment_bytes
+from offload_engine.planning.segments import Reserved, is_small_block, segment_bytes
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
 
@@ -29,6 +29,11 @@ ENDLESS: Final = 1 << 46
 """Bytes of an arena in which all that could be allocated has room."""
 SPARE_SHARE: Final = 1 / 64
 """Share of what is used of such an arena by which one with an end is larger: at its end blocks have less room."""
+
+_UNFOUND_SHARE: Final = 1 / 256
+_UNFOUND_BYTES: Final = 1 << 20
+"""Of what a recomputed module still saves, so much need not be found; a share of what it saves otherwise, if that is
+more. (What is too small to move is not looked for.)"""
 
 
 class Replay:
@@ -105,7 +110,7 @@ class _MovedStep:
                 self._move(group, each)
         if reduced is not None:
             for groups, option in reduced.replaced.items():
-                self._recompute(groups, option)
+                self._recompute(groups, option, reduced.saved_bytes(groups))
 
     def uses(self, *, is_small: bool, lead: float = LEAD) -> list[Use]:
         """Return all allocations of small or of large blocks and their ends, in order, with a lead of the host."""
@@ -162,12 +167,18 @@ class _MovedStep:
 
     # -- recomputation -----------------------------------------------------------------------------------------------
 
-    def _recompute(self, groups: tuple[GroupKey, ...], option: RecomputeOption) -> None:
-        """Free what a module saved in its forward, and run its forward again right before its backward."""
+    def _recompute(self, groups: tuple[GroupKey, ...], option: RecomputeOption, saved_bytes: int) -> None:
+        """Free what a module saved in its forward, and run its forward again right before its backward.
+
+        Args:
+            groups: that are replaced.
+            option: what replaces them.
+            saved_bytes: that they still save.
+        """
         first = groups[0]
         run = self._run_of(groups, option)
         stored = [each for group in groups for each in self._stored.get(group, ())]
-        kept = None if run is None else _kept(stored, option, run.input)
+        kept = None if run is None else _kept(stored, saved_bytes, run.input)
         if run is None or kept is None:
             self.is_known = False
             return
@@ -249,21 +260,21 @@ class _MovedStep:
         return Place(self._step.num_events if following is None else following, MOVED, -1)
 
 
-def _kept(stored: list[StoredLives], option: RecomputeOption, start: Life | None) -> list[StoredLives] | None:
+def _kept(stored: list[StoredLives], saved_bytes: int, start: Life | None) -> list[StoredLives] | None:
     """Return the storages that stay saved, for the recomputation to start from: those allocated first.
 
     None of them, if it starts from what no group has saved. None: not known.
     """
-    left = sum(rounded(each.saved.nbytes) for each in stored) - option.freed_bytes
+    left = saved_bytes
     if start is not None and all(each.saved is not start for each in stored):
-        left -= rounded(start.nbytes)
+        left -= start.nbytes
     found = []
     for each in sorted(stored, key=lambda each: each.saved.begins):
-        if left < rounded(each.saved.nbytes):
+        if left < each.saved.nbytes:
             break
         found.append(each)
-        left -= rounded(each.saved.nbytes)
-    return found if left < 1 << 20 else None
+        left -= each.saved.nbytes
+    return found if left < max(_UNFOUND_BYTES, _UNFOUND_SHARE * sum(each.saved.nbytes for each in stored)) else None
 
 
 def _place_of(use: Use, lead: float) -> Place:

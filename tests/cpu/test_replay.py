@@ -496,6 +496,15 @@ def test_what_a_module_allocates_behind_its_last_group_is_recomputed_before_what
     assert peak_mib(step, job, decision, option) == 8 + 64 + 4 + 32
 
 
+def test_what_a_group_has_saved_and_dropped_before_it_commits_is_not_missed() -> None:
+    """Routers do. From 65,536 tokens on that is as large as what moves, so bytes of groups count it."""
+    forward = "F0.0 ; +i8 i>0 +d2 -d d>0 +x64 x>0 F0.0:0 ; F0.0:end -i -x ;"
+    step, job = told(f"{forward} B0.0 ; B0.0:0 +a8 +b64 a=i b=x ; -b -a end ;")
+    slots = frozenset({Slot(0, 0, "g0", 0)})
+    option = RecomputeOption("router", slots, 66 * MIB, 1.0)
+    assert peak_mib(step, job, Decision(Choices(recomputed=slots)), option) == 8 + 64
+
+
 # -- steps of an H200 -------------------------------------------------------------------------------------------------
 
 
