@@ -110,14 +110,13 @@ class OffloadEngine(EngineView):
             self.reset_iteration()
         self._check_begin(actions)
         measuring = None if self.budget is None else self.budget.begin(actions or (), is_combined)
-        self._store.begin(weights)
+        self._store.begin()
         self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
         # The budget records the steps that it measures itself; a requested recording then waits for the next step.
         if not self._context.is_captured:  # a graph has no times until it is replayed
             self._context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
-        self.is_idle = self.budget is not None and self.budget.is_idle and self._context.recorder is None
-        self._is_in_iteration = True
+        self._open_iteration(weights)
 
     def start_chunk(
         self,
@@ -147,6 +146,7 @@ class OffloadEngine(EngineView):
         if not self._is_in_iteration:
             raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
         self._executor.refuse_capture("a forward begins")
+        self._read_weights()
         chunk = self.current_chunk = ChunkOffloadHandler(
             key if key is not None else ChunkKey(0, self._num_chunks),
             self._executor,
@@ -222,7 +222,7 @@ class OffloadEngine(EngineView):
             raise OffloadError("end_iteration() outside an iteration")
         self._store.has_handles()
         has_backward = self._executor.end_iteration()
-        self._is_in_iteration, self.current_chunk = False, None
+        self._is_in_iteration, self.current_chunk, self._weights = False, None, ()
         stats = self._store.end()
         recorder, self._context.recorder = self._context.recorder, None
         if self.budget is not None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -83,6 +83,21 @@ class EngineView:
         self._store = store
         self.failures: CopyFailures = store.failures
         self._is_in_iteration = self.is_idle = False
+        self._weights: Iterable[torch.Tensor] = ()  # until they are read
+
+    def _open_iteration(self, weights: Iterable[torch.Tensor]) -> None:
+        """Open an iteration. It takes a while to read `weights`: if it is idle, they are read once a chunk starts."""
+        self._weights = weights
+        is_recorded = self._store.context.recorder is not None
+        self.is_idle = self.budget is not None and self.budget.is_idle and not is_recorded
+        if not self.is_idle:
+            self._read_weights()
+        self._is_in_iteration = True
+
+    def _read_weights(self) -> None:
+        if self._weights:
+            weights, self._weights = self._weights, ()
+            self._store.eligibility.add_weights(weights)
 
     def _check_begin(self, actions: Sequence[Action] | None) -> None:
         """Check that an iteration may begin."""

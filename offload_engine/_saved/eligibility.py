@@ -45,10 +45,15 @@ class Eligibility:
         self._excluded: Lasting = dict(self._lasting)
         self._prune_at: int = _MIN_PRUNED
 
-    def begin(self, weights: Iterable[torch.Tensor]) -> None:
+    def begin(self, weights: Iterable[torch.Tensor] = ()) -> None:
         """Start an iteration; the storages of `weights` are not activations."""
-        self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in with_storage(weights))
+        self._weights = frozenset()
+        self.add_weights(weights)
         self.clear()
+
+    def add_weights(self, weights: Iterable[torch.Tensor]) -> None:
+        """Note that the storages of more `weights` are not activations, in this iteration."""
+        self._weights |= frozenset(weight.untyped_storage().data_ptr() for weight in with_storage(weights))
 
     def clear(self) -> None:
         """Forget the storages that were excluded for the iteration, at its end."""

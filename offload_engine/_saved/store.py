@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -76,10 +76,10 @@ class ActivationStore:
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
-    def begin(self, weights: Iterable[torch.Tensor]) -> None:
-        """Reset the counters for an iteration; the storages of `weights` are not activations."""
+    def begin(self) -> None:
+        """Reset the counters for an iteration."""
         self.counters.begin()
-        self.eligibility.begin(weights)
+        self.eligibility.begin()
         with self.retired:  # notes an interrupt, by which a lease that is returned may be lost
             self._pool.reset_peak()
         self.alloc_streams.clear()

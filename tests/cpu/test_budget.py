@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -449,6 +449,29 @@ def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_windo
     is_idle = case == "fits"
     assert job.engine.is_idle == is_idle
     assert start_chunk.called == (make is not ByLayers or not is_idle)  # who opens groups in spite of it is served
+
+
+def test_weights_are_read_before_a_step_without_groups_only_if_a_chunk_starts_in_it() -> None:
+    """The device idles until that is over: with 12 layers, a millisecond."""
+    job = ByHand(config(gpu_budget=1 << 30, recompute="off"))
+    job.controller._idleness.is_measured = True
+    Allocator(job)
+    num_read = 0
+
+    def weights() -> Iterator[torch.Tensor]:
+        nonlocal num_read
+        num_read += 1
+        yield from job.model.parameters()
+
+    job.steps(12)
+    weight = next(job.model.parameters())
+    job.engine.begin_iteration(job.actions(1), weights())
+    assert job.engine.is_idle and num_read == 0
+    assert job.engine._store.eligibility.read_movable(weight.detach()) is not None
+    for _ in range(2):
+        job.engine.start_chunk(ChunkKey(0, 0)).end_forward()
+        assert num_read == 1 and job.engine._store.eligibility.read_movable(weight.detach()) is None
+    job.engine.end_iteration()
 
 
 def test_checkpoints_run_without_groups_as_well() -> None:

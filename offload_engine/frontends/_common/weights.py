@@ -40,7 +40,19 @@ def weights_of(parts: Iterable[nn.Module | torch.Tensor]) -> Iterator[torch.Tens
         if isinstance(part, torch.Tensor):
             yield part
         else:
-            for module in part.modules():  # one walk; parameters() and buffers() take one each and build names
+            for module in _modules_of(part):
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         yield tensor
+
+
+def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in one, each once; `modules()` takes twice as long, while the device may wait for the step."""
+    found = {module}
+    waiting = [module]
+    while waiting:
+        yield (module := waiting.pop())
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found.add(child)
+                waiting.append(child)
