@@ -21,6 +21,8 @@ from .report import plot, print_length
 _PACKAGES = ("torch", "transformers")
 _ENDS = ("none", "all")
 """The first turns: budgets are between them."""
+_MORE_TURNS = 3
+"""Of no offload, between the others: a GPU that has worked for a minute is 3% slower than one that begins."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +101,7 @@ def _measure(settings: argparse.Namespace, shape: Shape, length: Record, seconds
     deadline = time.perf_counter() + seconds
     turns = Turns(TrainedWorkload(shape, settings.device), settings.warmup, settings.iters)
     waiting: list[tuple[str, int | None]] = [(name, None) for name in turns.by_hand]
-    with tqdm(total=len(waiting) + settings.budgets, unit="turn", desc=f"{shape.seq:,} tokens") as bar:
+    with tqdm(total=len(waiting) + settings.budgets + _MORE_TURNS, unit="turn", desc=f"{shape.seq:,} tokens") as bar:
         while waiting:
             name, nbytes = waiting.pop(0)
             bar.set_postfix_str(name)
@@ -115,6 +117,7 @@ def _measure(settings: argparse.Namespace, shape: Shape, length: Record, seconds
                 margin = (most - least) // 50  # the lowest is a little above the floor, the highest above no offload
                 sizes = spread(least + margin, most + margin, settings.budgets)
                 waiting = alternately([(f"budget {nbytes >> 20:,} MiB", nbytes) for nbytes in sizes], waiting)
+                waiting = alternately(waiting, [(_ENDS[0], None)] * _MORE_TURNS)
 
 
 def alternately(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:

@@ -48,14 +48,21 @@ _COLUMNS: dict[str, Column] = {
 def print_length(length: Record, as_markdown: bool) -> None:
     """Print the table of one length."""
     turns = _measured(length)
-    lines = [_line(turn, turns) for turn in turns] + [turn for turn in length["turns"] if turn not in turns]
+    lines = [_line(turn, turns) for turn in turns] + [turn for turn in length["turns"] if not turn.get("step_ms")]
     show(table(f"{length['seq']:,} tokens, {length['layers']} layers", _COLUMNS, lines, as_markdown))
     if length["left_out"]:
         print(f"left out, as the time was over or another one had failed: {', '.join(length['left_out'])}")
 
 
 def _measured(length: Record) -> list[Record]:
-    return [turn for turn in length["turns"] if turn.get("step_ms")]
+    """Return the turns, those of one setting as one: with all their steps, and the most that they held."""
+    found: dict[str, Record] = {}
+    for turn in length["turns"]:
+        if turn.get("step_ms"):
+            first = found.setdefault(turn["setting"], {**turn, "step_ms": []})
+            first["step_ms"] = [*first["step_ms"], *turn["step_ms"]]
+            first["held_bytes"] = max(first["held_bytes"], turn["held_bytes"])
+    return list(found.values())
 
 
 def _step_ms(turn: Record) -> float:

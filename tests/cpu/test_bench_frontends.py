@@ -61,6 +61,7 @@ def test_budgets_are_measured_beside_settings_by_hand(tmp_path: Path) -> None:
         assert turn["steps_until_held"] >= 4 and turn["first_predicted_bytes"] and turn["host_ms"] > 0
     assert all(turn["parity"]["is_bitwise_equal"] for turn in length["turns"])
     assert "| best by hand that fits |" in printed.out
+    assert sum(turn["setting"] == "none" for turn in length["turns"]) == 4 and printed.out.count("\n| none ") == 1
     run_program(BENCHMARK, "budget_curve", "--draw", str(file), "--plot", str(picture), cwd=tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
