@@ -15,6 +15,9 @@ _SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
 """Of an arena, in the order in which they are tried."""
 
 
+_LEAST_SHARE: Final = min(_SHARES_TO_SPARE)
+
+
 class Arena(NamedTuple):
     """An arena that has an end."""
 
@@ -51,3 +54,20 @@ def arena_for(replay: Replay, found: Reserved, room_bytes: int, *, has_lags: boo
     if must_fit:
         return best._replace(more_bytes=best.nbytes - usual)
     return best if with_spare(most) <= largest else best._replace(more_bytes=with_spare(most) - usual)
+
+
+def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | None:
+    """Return an arena that is smaller than the usual one, if all blocks have room in it; else None.
+
+    Args:
+        replay: of the step, in which no block is in use on other streams.
+        found: what it reserves, and uses of an arena without an end.
+        over_bytes: by how much it is to be smaller.
+    """
+    usual = with_spare(found.arena_bytes)
+    nbytes = usual - segment_bytes(over_bytes)
+    if nbytes < with_spare(found.arena_bytes, _LEAST_SHARE):
+        return None
+    again = replay.reserved(nbytes)
+    has_room = again is not None and again.reserved_bytes - found.reserved_bytes <= nbytes - usual
+    return Arena(nbytes, nbytes - usual) if has_room else None

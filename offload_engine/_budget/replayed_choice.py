@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from offload_engine._budget.agreement import Agree
-from offload_engine._budget.arenas import arena_for
+from offload_engine._budget.arenas import Arena, arena_for, tight_arena
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choose import Chosen
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Prediction, Predictor
 from offload_engine.planning.recompute import cheapest_first, recomputing
-from offload_engine.planning.replay import Replay
+from offload_engine.planning.replay import Replay, with_spare
 from offload_engine.planning.segments import Reserved
 from offload_engine.planning.steps import Decision
 from offload_engine.sizes import short_size
@@ -31,6 +31,8 @@ _WORTH_A_REPLAY: Final = 0.995
 _MOST_ARENAS: Final = 3
 _NEAR: Final = 1 / 32
 """Share of the budget by which a step might reserve less in vain than any other one."""
+_VARIES: Final = 1 / 1024
+"""Share of the budget that a step leaves which just fits: what lies outside of the allocator varies by some MiB."""
 _PEAK_TOLERANCE: Final = 1 / 32
 _UNSOUND: Final = (
     "offload budget: by measured peaks a step allocates %s, by replayed allocations, on this rank, %s. So what its "
@@ -200,22 +202,41 @@ class ReplayedChoice:
         return min(tried)
 
     def _replay(self, prediction: Prediction) -> None:
-        """Find out what the allocator would reserve in vain."""
+        """Find out what the allocator would reserve in vain; with a smaller arena, if the step fits by that alone."""
         self._num_left -= 1
-        decision = prediction.decision
-        found = self._replay_of(decision).reserved()
-        peak = prediction.allocated_bytes
+        decision, peak, steps = prediction.decision, prediction.allocated_bytes, self._steps
+        replay = self._replay_of(decision)
+        found = replay.reserved()
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
         is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * peak
-        own = found.reserved_bytes - peak if found is not None and is_sound else 0
-        wasted, is_unsound = self._agree((own, int(not is_sound)))
+        own, tight = 0, None
+        if found is not None and is_sound:
+            own = found.reserved_bytes - peak
+            tight = self._tight(replay, found, decision, own)
+        least = own + tight.more_bytes if tight else own
+        wasted, least, is_unsound = self._agree((own, least, int(not is_sound)))
         if is_unsound:
             logger.info(_UNSOUND, short_size(peak), "nothing" if found is None else short_size(found.peak_bytes))
             self.is_sound = False
             return
         assert found is not None
-        self._steps.wasted_bytes[decision], self._found[decision] = wasted, found
+        self._found[decision] = found
+        is_tight = self._over(decision, wasted) > 0 >= self._over(decision, least)
+        steps.wasted_bytes[decision] = least if is_tight else wasted
+        if is_tight:
+            steps.arena_bytes[decision] = tight.nbytes if tight else with_spare(found.arena_bytes)
+
+    def _tight(self, replay: Replay, found: Reserved, decision: Decision, wasted_bytes: int) -> Arena | None:
+        """Return a smaller arena for a step that would fit with it; None: there is none, or the usual one fits."""
+        over = self._over(decision, wasted_bytes)
+        if over <= 0 or self._recorded.has_lags:
+            return None
+        return tight_arena(replay, found, over + round(_VARIES * self._limit_bytes))
+
+    def _over(self, decision: Decision, wasted_bytes: int) -> int:
+        """Return by how much a step does not fit, given what it reserves in vain."""
+        return self._predictor().held_bytes(decision, wasted_bytes) - self._limit_bytes
 
     def _replay_of(self, decision: Decision) -> Replay:
         return Replay(self._recorded, self._job, decision, self._predictor().costs.options)

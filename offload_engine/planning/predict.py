@@ -180,9 +180,14 @@ class Predictor:
         """Return the slot of a group."""
         return self._slots[group.chunk.stage][group.index]
 
-    def held_bytes(self, decision: Decision) -> int:
-        """Predict the most bytes that the process holds, without a simulation."""
-        return held_with(self.model, self.steps, decision)
+    def held_bytes(self, decision: Decision, wasted_bytes: int | None = None) -> int:
+        """Predict the most bytes that the process holds, without a simulation.
+
+        Args:
+            decision: of the step.
+            wasted_bytes: that it reserves in vain; None: as far as that is known.
+        """
+        return held_with(self.model, self.steps, decision, wasted_bytes)
 
 
 def costs_of(other: Outcome, floor: Outcome, costs: Costs) -> Costs:
@@ -227,11 +232,11 @@ def refitted_costs(
     return None if over_ms <= 0 else replace(costs, floor_ms=costs.floor_ms - over_ms)
 
 
-def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:
-    """Predict the most bytes that the process holds under a decision."""
+def held_with(model: MemoryModel, steps: Steps, decision: Decision, wasted_bytes: int | None = None) -> int:
+    """Predict the most bytes that the process holds under a decision; see `Predictor.held_bytes`."""
     job, _, residents = steps.planned(decision)
     share = model.early_share(job, decision.choices)
-    return model.held_with(residents, share, steps.wasted_with(decision))
+    return model.held_with(residents, share, steps.wasted_with(decision) if wasted_bytes is None else wasted_bytes)
 
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:
