@@ -22,6 +22,8 @@ from offload_engine.sizes import short_size
 _MOST_EVENTS: Final = 120_000
 """Of all replays: these take about 0.4 seconds."""
 _MOST_REPLAYS: Final = 16
+_LEAST_REPLAYS: Final = 2
+"""Of the floor, and of what is chosen: where there is no time for both, one would be in vain."""
 _MOST_ROOMS: Final = 3
 _ROOM_STEPS: Final = 20
 _WORTH_TRYING: Final = 1 / 256
@@ -71,14 +73,16 @@ class ReplayedChoice:
         self._num_left = min(_MOST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events))
 
     def choose(self, choose_by: Callable[[int | None, int], Chosen], *, is_free: bool) -> Chosen | None:
-        """Return a choice that was replayed, and fits; if none does, the lowest one. None: nothing can be replayed.
+        """Return a choice that was replayed, and fits; if none does, the lowest one. None: replays are of no use.
 
         Args:
             choose_by: chooses, given what a step is thought to reserve in vain, the least that one was seen to, and
                 how much of the budget it must leave.
             is_free: it may choose what is recomputed.
         """
-        if is_free:
+        if self._num_left < _LEAST_REPLAYS:
+            return None
+        if is_free and self._num_left > _LEAST_REPLAYS:
             self._replay_lowest()
         chosen: Chosen | None = None
         for num_others in reversed(range(_MOST_ARENAS)):
