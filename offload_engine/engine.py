@@ -111,12 +111,14 @@ class OffloadEngine(EngineView):
         self._check_begin(actions)
         measuring = None if self.budget is None else self.budget.begin(actions or (), is_combined)
         self._store.begin()
+        self._note_weights(weights)
         self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
         # The budget records the steps that it measures itself; a requested recording then waits for the next step.
         if not self._context.is_captured:  # a graph has no times until it is replayed
             self._context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
-        self._open_iteration(weights)
+        self.is_idle = self.budget is not None and self.budget.is_idle and self._context.recorder is None
+        self._is_in_iteration = True
 
     def start_chunk(
         self,
@@ -143,9 +145,7 @@ class OffloadEngine(EngineView):
             OffloadError: outside an iteration, or while a CUDA graph is being captured.
             NotImplementedError: if `double_buffering` is True.
         """
-        if not self._is_in_iteration:
-            raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
-        self._executor.refuse_capture("a forward begins")
+        self._check_chunk()
         self._read_weights()
         chunk = self.current_chunk = ChunkOffloadHandler(
             key if key is not None else ChunkKey(0, self._num_chunks),

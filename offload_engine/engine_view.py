@@ -85,14 +85,11 @@ class EngineView:
         self._is_in_iteration = self.is_idle = False
         self._weights: Iterable[torch.Tensor] = ()  # until they are read
 
-    def _open_iteration(self, weights: Iterable[torch.Tensor]) -> None:
-        """Open an iteration. It takes a while to read `weights`: if it is idle, they are read once a chunk starts."""
+    def _note_weights(self, weights: Iterable[torch.Tensor]) -> None:
+        """Note the weights of an iteration. It takes a while to read them: if it is idle, not until a chunk starts."""
         self._weights = weights
-        is_recorded = self._store.context.recorder is not None
-        self.is_idle = self.budget is not None and self.budget.is_idle and not is_recorded
-        if not self.is_idle:
+        if self.budget is None or not self.budget.is_idle:
             self._read_weights()
-        self._is_in_iteration = True
 
     def _read_weights(self) -> None:
         if self._weights:
@@ -110,6 +107,12 @@ class EngineView:
             if not isinstance(action, Action):
                 raise TypeError(f"actions must be Action objects, got {action!r}; parse_actions() reads them from text")
         self._executor.refuse_capture("an iteration begins")
+
+    def _check_chunk(self) -> None:
+        """Check that a chunk may start."""
+        if not self._is_in_iteration:
+            raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
+        self._executor.refuse_capture("a forward begins")
 
     def _check_capture(self, is_whole_step: bool) -> None:
         """Check that the next step, or parts of it, may be captured."""

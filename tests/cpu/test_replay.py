@@ -627,6 +627,7 @@ def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_
         assert best.held_bytes == (reserved if replays else peak + off + 5 * GIB // 8)
         known.choose(STEP, 1 << 40, agree=agreed)  # replays nothing again
         assert [said[2:] for said in agreed.said] == ([(0,), (0,), ()] if replays else [(1,)])
+        assert all(wasted == with_arena for wasted, with_arena, _ in agreed.said[:2]), "none needs a smaller arena"
         assert ("predicted by shares" in caplog.text) == (not replays)
 
 
