@@ -13,9 +13,9 @@ _OTHER_LEADS: Final = (1.0, 1.4, 2.5)
 steps reserved a segment beside an arena that had room with that. With one of these each of them lacked it, too.)"""
 _SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
 """Of an arena, in the order in which they are tried."""
-
-
 _LEAST_SHARE: Final = min(_SHARES_TO_SPARE)
+_MOST_LESS: Final = 1 / 32
+"""Share of the usual arena by which a smaller one is worth trying."""
 
 
 class Arena(NamedTuple):
@@ -59,6 +59,9 @@ def arena_for(replay: Replay, found: Reserved, room_bytes: int, *, has_lags: boo
 def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | None:
     """Return an arena that is smaller than the usual one, if all blocks have room in it; else None.
 
+    They must have room in one that is smaller still, so that some of it is spare. That may be less than is used of an
+    arena without an end: blocks there are placed as if nothing were scarce.
+
     Args:
         replay: of the step, in which no block is in use on other streams.
         found: what it reserves, and uses of an arena without an end.
@@ -66,8 +69,10 @@ def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | Non
     """
     usual = with_spare(found.arena_bytes)
     nbytes = usual - segment_bytes(over_bytes)
-    if nbytes < with_spare(found.arena_bytes, _LEAST_SHARE):
+    if nbytes < (1 - _MOST_LESS) * usual:
         return None
-    again = replay.reserved(nbytes)
-    has_room = again is not None and again.reserved_bytes - found.reserved_bytes <= nbytes - usual
-    return Arena(nbytes, nbytes - usual) if has_room else None
+    for least in (segment_bytes(round(nbytes / (1 + _LEAST_SHARE))), nbytes):
+        again = replay.reserved(least)
+        if again is None or again.reserved_bytes - found.reserved_bytes > least - usual:
+            return None
+    return Arena(nbytes, nbytes - usual)

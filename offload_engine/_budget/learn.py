@@ -13,6 +13,7 @@ from offload_engine._devices.base import MemoryGauge
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Choices
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
+from offload_engine.planning.shortened import shortened_record
 
 _US: Final = 1e3
 """Of a millisecond."""
@@ -50,8 +51,9 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, recorder.intervals(), waits)))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     model = make_memory_model(job, memory, is_early_certain=is_early_certain)
-    recorded = recorder.allocations()
-    num_events = 0 if recorded is None else recorded.num_events
+    whole = recorder.allocations()
+    recorded = None if whole is None else shortened_record(whole, job)
+    num_events = 0 if recorded is None else recorded.most_events
     waited_us = round(_US * sum(wait.exposed_ms for wait in waits))
     has_lags = recorded is not None and recorded.has_lags
     own = wasted, int(recorded is None), num_events, int(has_lags), waited_us

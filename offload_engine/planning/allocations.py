@@ -134,6 +134,8 @@ class RecordedStep:
     runs: list[ModuleRun] = field(default_factory=list)
     most_events: int = 0
     """Of the ranks that decide alike: all replay as often."""
+    left_out: frozenset[int] = frozenset()
+    """Microbatches whose allocations are not here, since those of others are the same."""
     small: Reserved | None = None
     """What small blocks come to if nothing moves, once that is known."""
 
@@ -165,7 +167,7 @@ def recorded_step(
     """Put together what the allocator and the engine have noted."""
     order = _Order(log.events)
     lives = _lives_of(log)
-    found = RecordedStep(log.segments, len(log.events), lives, _successors(lives))
+    found = RecordedStep(log.segments, len(log.events), lives, _successors(lives), most_events=len(log.events))
     for noted in boundaries:
         found.moments.setdefault(noted.boundary, order.index_of(noted.begins))
     moving = [(order.index_of(noted.begins), order.index_of(noted.ends)) for noted in boundaries]

@@ -8,6 +8,7 @@ allocated again in its backward. Then an imitated allocator performs them, again
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from offload_engine.planning.allocations import Life, ModuleRun, RecordedStep, StoredLives
@@ -58,6 +59,9 @@ class Replay:
     ) -> None:
         options = tuple(options_of(offered, decision.choices.recomputed))
         self._step = step
+        if step.left_out:
+            actions = tuple(action for action in job.actions if action.chunk.microbatch not in step.left_out)
+            job = replace(job, actions=actions)
         self._moved = _MovedStep(step, ReducedJob(job, decision, options))
 
     def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved | None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_engine import GroupTraits, OffloadConfig, OffloadEngine, group_commit, group_start
 from offload_engine._budget.allocations import AllocationNotes
-from offload_engine._budget.arenas import arena_for
+from offload_engine._budget.arenas import arena_for, tight_arena
 from offload_engine._budget.known import Known
 from offload_engine._budget.module_runs import ModuleRuns
 from offload_engine._budget.replayed_choice import ReplayedChoice
@@ -50,8 +50,9 @@ from offload_engine.planning.predict import Costs, Prediction
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.replay import LEAD, Replay, with_spare
-from offload_engine.planning.segments import Block, Reserved, Segment
+from offload_engine.planning.segments import Block, Reserved, Segment, segment_bytes
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
+from offload_engine.planning.shortened import shortened_record
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.rehearsal.allocated import AllocatedBytes
 from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
@@ -313,6 +314,33 @@ def test_first_predictions_are_exact_in_a_pipeline(monkeypatch: pytest.MonkeyPat
     budget: Any = job.engine.budget
     recorded = budget.decider.known._recorded
     assert recorded.most_events == recorded.num_events > 0
+
+
+def test_of_many_microbatches_few_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the others are left out, and replays come to the same."""
+    recorded = list[tuple[RecordedStep, PlannedJob]]()
+
+    def noted(step: RecordedStep, job: PlannedJob) -> RecordedStep:
+        recorded.append((step, job))
+        return shortened_record(step, job)
+
+    monkeypatch.setattr("offload_engine._budget.learn.shortened_record", noted)
+    job = Job(96 * MIB, monkeypatch, tuple(one_forward_one_backward(1, 0, 5)), (3, 5, 2, 4))
+    for _ in range(5):
+        job.step()
+    _, predicted, held = job.steps[4]
+    assert predicted == held <= 96 * MIB
+    budget: Any = job.engine.budget
+    known, [(step, planned)] = budget.decider.known, recorded
+    few = known._recorded
+    assert few.left_out == {2, 3, 4} and few.num_events == step.num_events == step.most_events
+    assert few.most_events < step.most_events / 2 and len(few.lives) < len(step.lives) / 2
+    for decision in known._steps_of(planned.actions).wasted_bytes:
+        for arena in (None, 0):
+            found, expected = (replayed(each, planned, decision, known.costs.options, arena) for each in (few, step))
+            assert found == expected is not None
+        moved = Replay(few, planned, decision)._moved._released
+        assert {group.chunk.microbatch for group in moved} <= {0, 1}, "nor are moves of the others planned"
 
 
 def test_times_are_those_of_the_first_steps_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,6 +736,23 @@ def test_an_arena_has_room_however_far_ahead_the_host_is() -> None:
     assert arena(-5, must_fit=True) == (usual, 0)
 
 
+def test_a_smaller_arena_has_some_to_spare() -> None:
+    """An arena without an end is used for 1,000 MiB, but all blocks have room in 982."""
+
+    class Needs:
+        def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
+            arena = with_spare(1000 * MIB) if arena_bytes is None else arena_bytes
+            return Reserved(arena + 500 * MIB * (arena < 982 * MIB), 0, 1000 * MIB)
+
+    replay: Any = Needs()
+    usual = with_spare(1000 * MIB)
+    assert usual == 1016 * MIB
+    for over, fits in ((1, True), (28, True), (29, False), (100, False)):
+        found = tight_arena(replay, replay.reserved(), over * MIB)
+        less = segment_bytes(over * MIB)
+        assert found == ((usual - less, -less) if fits else None), over
+
+
 def test_a_step_that_hardly_does_not_fit_gets_a_smaller_arena_if_all_blocks_have_room_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -723,12 +768,12 @@ def test_a_step_that_hardly_does_not_fit_gets_a_smaller_arena_if_all_blocks_have
 
     first = chosen(1 << 40)
     usual = present(first.arena_bytes)
-    hardly, more = first.held_bytes - 4 * MIB, first.held_bytes - usual // 64
+    hardly, more = first.held_bytes - 4 * MIB, first.held_bytes - usual // 32
     tight = chosen(hardly)
     smaller = usual - present(tight.arena_bytes)
     assert tight.decision == first.decision and tight.held_bytes == first.held_bytes - smaller
     assert 4 * MIB + hardly // 1024 <= smaller <= 6 * MIB + hardly // 1024, "what lies outside varies by some MiB"
-    assert chosen(more).decision != first.decision, "less than a 128th would be spare"
+    assert chosen(more).decision != first.decision, "nobody looks for as much smaller ones"
     assert chosen(hardly, has_lags=True).decision != first.decision, (
         "what has room depends on how far the host is ahead"
     )
@@ -762,6 +807,7 @@ def test_others_are_expected_to_reserve_as_much_in_vain_as_one_that_did_not_fit(
     as_before = MemoryModel.hoping
     monkeypatch.setattr(MemoryModel, "hoping", hoping)
     change_replays(monkeypatch, wastes_more)
+    monkeypatch.setattr("offload_engine._budget.replayed_choice.tight_arena", lambda *_: None)
     known = known_with()[0]
     best = known.choose(STEP, 40 * GIB, agree=Agreed()).best
     wasted = known._steps_of(STEP).wasted_bytes
