@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from offload_engine._budget.agreement import Agree
+from offload_engine._budget.garbage import no_collections
 from offload_engine._budget.replayed_choice import ReplayedChoice
 from offload_engine.errors import BudgetError
 from offload_engine.planning.allocations import RecordedStep
@@ -20,27 +18,22 @@ from offload_engine.planning.choose import (
     refitted,
     remeasured,
     repredicted,
-    with_curve,
 )
 from offload_engine.planning.fitted import fit
 from offload_engine.planning.memory import Excess, Job, MemoryModel
-from offload_engine.planning.predict import Costs, Prediction, Predictor, costs_of, refitted_costs
+from offload_engine.planning.predict import (
+    Costs,
+    Prediction,
+    Predictor,
+    costs_of,
+    improving,
+    refitted_costs,
+    with_busy_ratio,
+)
 from offload_engine.planning.recompute import options_of, with_recomputation
 from offload_engine.planning.shortened import shortened
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keep Python's garbage collector from walking a whole training again and again, while much is allocated."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Known:
@@ -76,7 +69,7 @@ class Known:
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
         self._few: dict[tuple[Action, ...], Steps] = {}  # shortened, by the actions of the whole step
 
-    @_no_collections()
+    @no_collections()
     def choose(
         self,
         actions: tuple[Action, ...],
@@ -134,9 +127,18 @@ class Known:
                 is_free=recomputed is None,
             )
             self._recorded = self._recorded if replays.is_sound else None
-        if found is None:
-            found = choose_with(self.model, guard_bytes + left_bytes)
-        return found if few is steps else with_curve(found, self._predictor(steps, self.model))
+        return found or choose_with(self.model, guard_bytes + left_bytes)
+
+    def curve(self, chosen: Chosen, actions: tuple[Action, ...]) -> tuple[Prediction, ...]:
+        """Return steps from the floor to one in which nothing moves, each with more memory and less time than before.
+
+        To predict them may take longer than to choose.
+        """
+        predictor = self._predictor(self._steps_of(actions), self.model)
+        known = {each.decision: each for each in (chosen.floor, chosen.top, chosen.best)}
+        others = [predictor.predict(decision) for decision in chosen.tried if decision not in known]
+        ratios = predictor.busy_ratio, chosen.busy_ratio
+        return improving([*known.values(), *(with_busy_ratio(each, *ratios) for each in others)])
 
     def _predictor(self, steps: Steps, model: MemoryModel) -> Predictor:
         return Predictor(steps.job, model, self._costs_of(steps), steps)

@@ -7,12 +7,13 @@ import dataclasses
 from typing import Final, NamedTuple
 
 from offload_engine._budget.agreement import Agree, agreed_job, agreed_model
+from offload_engine._budget.garbage import no_collections
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.times import with_times
 from offload_engine._devices.base import MemoryGauge
 from offload_engine.planning.allocations import RecordedStep
-from offload_engine.planning.choices import Choices
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
+from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.shortened import shortened_record
 
 _US: Final = 1e3
@@ -33,6 +34,7 @@ class Learned(NamedTuple):
     """How long compute waited for copies."""
 
 
+@no_collections()
 def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Agree, is_early_certain: bool) -> Learned:
     """Return what a measured step has shown.
 
@@ -47,7 +49,8 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     between = gauge.peak_bytes() if is_early_certain else 0
     peak = max([between, *(each.peak_bytes for each in recorder.boundaries)])
     overhead, wasted = max(0, gauge.held_bytes() - peak), max(0, gauge.held_bytes() - gauge.outside_bytes() - peak)
-    waits = recorder.finish().get().waits
+    waits = recorder.waits()
+    recorder.close()
     job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, recorder.intervals(), waits)))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     model = make_memory_model(job, memory, is_early_certain=is_early_certain)
@@ -60,5 +63,5 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     wasted, lacks_record, most_events, some_have_lags, waited_us = agree(own)
     if recorded is not None:
         recorded.most_events, recorded.has_lags = most_events, bool(some_have_lags)
-    model = agreed_model(agree, model, job.residents(Choices()).before)
+    model = agreed_model(agree, model, step_boundaries(job.actions, job.shapes))
     return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US)

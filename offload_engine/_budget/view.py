@@ -74,8 +74,10 @@ class BudgetView:
 
         Empty before the first decision.
         """
-        chosen = self.decider.chosen
-        return [] if chosen is None else [(each.held_bytes, each.step_ms) for each in chosen.curve]
+        chosen, known = self.decider.chosen, self.decider.known
+        if chosen is None or known is None:
+            return []
+        return [(each.held_bytes, each.step_ms) for each in known.curve(chosen, self.decider.actions)]
 
     def report(self) -> str:
         """Return the table of the decision; empty before there is one."""

@@ -92,7 +92,7 @@ def assemble(
         groups=tuple(GroupRecord(str(key), *traits) for key, traits in pace(sorted(notes.groups.items()))),
         moves=_moves(pace(notes.moves), origin),
         copies=_copies(pace(notes.copies), origin),
-        waits=_waits(pace(notes.waits), origin),
+        waits=waits_of(pace(notes.waits), origin),
         stages=_stages(pace(notes.stages), origin, duration_ms),
         counters=tuple(CounterRecord(origin.host_ms(at), *values) for at, *values in pace(notes.counters)),
         saved=tuple(_saved(save, notes, about.fallback) for save in pace(notes.saved)),
@@ -131,7 +131,8 @@ def _copies(copies: Iterable[NotedCopy], origin: Origin) -> tuple[CopyRecord, ..
     )
 
 
-def _waits(waits: Iterable[NotedWait], origin: Origin) -> tuple[WaitRecord, ...]:
+def waits_of(waits: Iterable[NotedWait], origin: Origin) -> tuple[WaitRecord, ...]:
+    """Return waits with their times; blocks until the device has come to them."""
     return tuple(
         WaitRecord(
             wait.awaited,

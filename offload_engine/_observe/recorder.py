@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from offload_engine._devices.base import Device, Stream, TimeMark
-from offload_engine._observe.assemble import About, Origin, assemble, lag_ms
+from offload_engine._observe.assemble import About, Origin, assemble, lag_ms, waits_of
 from offload_engine._observe.modules import ModuleHooks
 from offload_engine._observe.notes import (
     NotedBoundary,
@@ -28,7 +28,7 @@ from offload_engine._observe.notes import (
 from offload_engine._observe.pace import Pace
 from offload_engine._observe.pending import PendingRecord
 from offload_engine._observe.reasons import Reason
-from offload_engine._observe.record import Awaited, StepRecord
+from offload_engine._observe.record import Awaited, StepRecord, WaitRecord
 from offload_engine._observe.storages import StorageLog
 from offload_engine.planning.moves import COMMIT, FORWARD, HELD, LAUNCH, BoundaryKind, GroupKey, Op
 from offload_engine.schedule import ChunkKey
@@ -196,6 +196,10 @@ class Recorder:
         if self._compares_clocks:
             origin = origin.after(lag_ms(origin, self._stream, self._clock))
         return assemble(self._notes, origin, end, self._about, counts, pace)
+
+    def waits(self) -> tuple[WaitRecord, ...]:
+        """Return the waits of compute for copies so far; blocks until the device has come to them."""
+        return waits_of(self._notes.waits, self._origin)
 
     def close(self) -> None:
         """Stop recording, at the end of the step or after an exception in it. Idempotent."""

@@ -14,7 +14,7 @@ from offload_engine.errors import BudgetError
 from offload_engine.planning.by_name import kept_beside_names
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.predict import Costs, Prediction, Predictor, held_with, with_busy_ratio
+from offload_engine.planning.predict import Costs, Prediction, Predictor, held_with, improving, with_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly, first_layers, recomputing
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.planning.worth import ms_per_byte, order_to_keep, peak_costs
@@ -41,8 +41,8 @@ class Chosen(NamedTuple):
     """The lowest budget that can be reached: with everything offloaded, or recomputed where that takes less."""
     top: Prediction
     """The step in which nothing moves."""
-    curve: tuple[Prediction, ...]
-    """From the floor to a step in which nothing moves, each with more memory and less time than the one before."""
+    tried: tuple[Decision, ...]
+    """Those of which none holds and takes less than another one, by memory: with these a curve is drawn."""
     busy_ratio: float = 1.0
     """The ratio with which these times are predicted; see `Costs`."""
     most_busy_ratio: float = 1.0
@@ -119,10 +119,8 @@ def remeasured(chosen: Chosen, held_bytes: int, overhead_bytes: int, model: Memo
         return prediction._replace(held_bytes=held_with(model, steps, prediction.decision))
 
     best = chosen.best._replace(held_bytes=held_bytes, overhead_bytes=overhead_bytes)
-    floor, top = again(chosen.floor), again(chosen.top)
-    ends = {floor.decision: floor, top.decision: top, best.decision: best}
-    curve = [ends.get(each.decision) or again(each) for each in chosen.curve]
-    return chosen._replace(best=best, floor=ends[floor.decision], top=ends[top.decision], curve=_improving(curve))
+    floor, top = (best if each.decision == best.decision else again(each) for each in (chosen.floor, chosen.top))
+    return chosen._replace(best=best, floor=floor, top=top)
 
 
 def refitted(chosen: Chosen, predictor: Predictor) -> Chosen:
@@ -133,18 +131,13 @@ def refitted(chosen: Chosen, predictor: Predictor) -> Chosen:
 
     best, floor, top = again(chosen.best), again(chosen.floor), again(chosen.top)
     ratios = predictor.busy_ratio, predictor.most_busy_ratio
-    return Chosen(best, floor, top, _improving(map(again, chosen.curve)), *ratios)
+    return Chosen(best, floor, top, chosen.tried, *ratios)
 
 
 def repredicted(chosen: Chosen, predictor: Predictor) -> Chosen:
-    """Return what was chosen for a step as predicted for another one, with the same chunks; see also `with_curve`."""
+    """Return what was chosen for a step as predicted for another one, with the same chunks."""
     best, floor, top = (predictor.predict(each.decision) for each in (chosen.best, chosen.floor, chosen.top))
-    return Chosen(best, floor, top, chosen.curve, predictor.busy_ratio, predictor.most_busy_ratio)
-
-
-def with_curve(chosen: Chosen, predictor: Predictor) -> Chosen:
-    """Return a choice whose curve is predicted for the same step as the choice."""
-    return chosen._replace(curve=_improving(predictor.predict(each.decision) for each in chosen.curve))
+    return Chosen(best, floor, top, chosen.tried, predictor.busy_ratio, predictor.most_busy_ratio)
 
 
 def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
@@ -156,8 +149,7 @@ def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
         return with_busy_ratio(prediction, chosen.busy_ratio, ratio)
 
     best, floor, top = again(chosen.best), again(chosen.floor), again(chosen.top)
-    curve = tuple(map(again, chosen.curve))
-    return chosen._replace(best=best, floor=floor, top=top, curve=curve, busy_ratio=ratio, pipeline_ms=None)
+    return chosen._replace(best=best, floor=floor, top=top, busy_ratio=ratio, pipeline_ms=None)
 
 
 def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:
@@ -290,10 +282,5 @@ def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:
     return min(equal, key=lambda each: (each.num_moves, each.step_ms, each.held_bytes))
 
 
-def _improving(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
-    """Return the predictions that no other beats in both memory and time, ordered by memory."""
-    found: list[Prediction] = []
-    for each in sorted(predictions, key=lambda each: (each.held_bytes, each.step_ms)):
-        if not found or each.step_ms < found[-1].step_ms:
-            found.append(each)
-    return tuple(found)
+def _improving(predictions: Iterable[Prediction]) -> tuple[Decision, ...]:
+    return tuple(each.decision for each in improving(predictions))

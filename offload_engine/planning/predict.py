@@ -239,6 +239,15 @@ def held_with(model: MemoryModel, steps: Steps, decision: Decision, wasted_bytes
     return model.held_with(residents, share, steps.wasted_with(decision) if wasted_bytes is None else wasted_bytes)
 
 
+def improving(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
+    """Return the predictions that no other beats in both memory and time, ordered by memory."""
+    found: list[Prediction] = []
+    for each in sorted(predictions, key=lambda each: (each.held_bytes, each.step_ms)):
+        if not found or each.step_ms < found[-1].step_ms:
+            found.append(each)
+    return tuple(found)
+
+
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:
     """Return a prediction for another ratio; see `Costs`."""
     return prediction._replace(step_ms=_unslowed_ms(prediction, before) * _slower(after, prediction.busy))

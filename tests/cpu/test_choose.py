@@ -81,6 +81,10 @@ def decider_of(job: Job, model: MemoryModel, budget: int, costs: Costs = COSTS) 
     return decider
 
 
+def curve_of(chosen: Chosen, job: Job, costs: Costs) -> tuple[Prediction, ...]:
+    return Known(job, flat_model(job), costs).curve(chosen, job.actions)
+
+
 @cache
 def ends(name: str) -> tuple[Prediction, Prediction]:
     """Everything offloaded, and nothing."""
@@ -112,7 +116,7 @@ def test_every_budget_holds_and_more_memory_takes_no_longer(name: str) -> None:
         assert top.step_ms <= best.step_ms <= 1.001 * before
         before = best.step_ms
     assert best == top and best.num_moves == 0
-    curve = chosen_for(name, budgets(name)[2]).curve
+    curve = curve_of(chosen_for(name, budgets(name)[2]), job_named(name), COSTS)
     assert curve[0].held_bytes <= floor.held_bytes and curve[-1].step_ms == top.step_ms
     sizes, times = [each.held_bytes for each in curve], [each.step_ms for each in curve]
     assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
@@ -158,7 +162,8 @@ def test_compute_is_slower_the_less_it_waits() -> None:
     assert slower.top.step_ms == pytest.approx(1.2 * plain.top.step_ms)
     assert plain.best.step_ms < slower.best.step_ms < 1.2 * plain.best.step_ms
     again = retimed(plain, 1.2)
-    assert [each.step_ms for each in again.curve] == pytest.approx([each.step_ms for each in slower.curve])
+    retimed_ms, slower_ms = ([each.step_ms for each in curve_of(found, job, COSTS)] for found in (again, slower))
+    assert retimed_ms == pytest.approx(slower_ms)
     assert again.best.step_ms == pytest.approx(slower.best.step_ms) and again.floor == plain.floor
     # A step with other microbatches is predicted by the floor's time and the ratio of those that were measured.
     floor_ms = plain.floor.step_ms / 2
@@ -184,7 +189,8 @@ def test_the_time_of_a_step_corrects_all_predictions_but_the_floor_which_stays_t
     for found in (present(decider.chosen), again):
         assert found.best.decision == before.best.decision and found.busy_ratio > 1
         assert before.best.step_ms < found.best.step_ms < found.floor.step_ms == before.floor.step_ms
-        assert all(each.step_ms < found.floor.step_ms for each in found.curve if each.busy and each != found.floor)
+        curve = curve_of(found, job, COSTS)
+        assert all(each.step_ms < found.floor.step_ms for each in curve if each.busy and each != found.floor)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=lambda share: f"{share:.0%} of the waits are real")
@@ -210,9 +216,9 @@ def test_a_floor_that_was_held_up_is_found_out_by_the_step_that_verifies(number:
     held_up_ms = 2 * Steps(job, Link()).outcome(Decision()).milliseconds
     decider, true = decider_of(job, model, budget, Costs(floor_ms=held_up_ms)), choose(job, model, budget, COSTS)
     decider.correct_time(true.best.step_ms)
-    found, truth = present(decider.chosen), {each.decision: each.step_ms for each in true.curve}
+    found, truth = present(decider.chosen), {each.decision: each.step_ms for each in curve_of(true, job, COSTS)}
     assert found.best.step_ms == pytest.approx(true.best.step_ms) and found.busy_ratio == pytest.approx(1.0, abs=0.01)
-    for each in (*found.curve, found.floor):
+    for each in (*present(decider.known).curve(found, job.actions), found.floor):
         assert each.step_ms == pytest.approx(truth.get(each.decision, each.step_ms), rel=0.01)
 
 
@@ -425,7 +431,7 @@ def test_one_slow_step_of_those_that_are_timed_changes_no_prediction(slow: int) 
     """A budget of experts was predicted to take 30% longer than it did, by the one step that was timed."""
     [job] = ONE_RANK.ranks
     budget = round(LEAST_BYTES + 0.2 * (MOST_BYTES - LEAST_BYTES))
-    predicted = []
+    predicted = list[list[float]]()
     for slow_ms in (0.0, 500.0):
         rank = BudgetRank(job, budget)
         while rank.controller.decider.chosen is None:
@@ -433,10 +439,10 @@ def test_one_slow_step_of_those_that_are_timed_changes_no_prediction(slow: int) 
             if rank.controller._num_steps == slow + 1:
                 rank.device.compute(slow_ms)  # behind the last backward
                 rank.controller._last._end_mark = rank.device.mark_time("compute")
-        predicted.append(rank.controller.decider.chosen)
+        predicted.append([step_ms for _, step_ms in rank.controller.curve])
         rank.engine.close()
-    for plain, slowed in zip(*(chosen.curve for chosen in predicted), strict=True):
-        assert slowed.step_ms == pytest.approx(plain.step_ms)
+    plain_ms, slowed_ms = predicted
+    assert slowed_ms == pytest.approx(plain_ms) and len(plain_ms) > 2
 
 
 # -- choices: what is kept does not move in any microbatch, with or without a plan; what is no plan is refused --------

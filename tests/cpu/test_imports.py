@@ -43,11 +43,11 @@ LAYERS = {
         _chunk.saved_tensors _policy _policy.horizon _policy.leaving _policy.share _policy.window _policy.policy
         _policy.reactive _policy.lowest_peak _policy.resident _policy.shape_log _policy.planned _policy.keeping
         _policy.choose _policy.executor _budget _budget.gauge _budget.link _budget.allocations _budget.measure
-        _budget.module_runs _budget.optimizers group_boundaries chunk _budget.last_step _budget.margin _budget.state
-        _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
-        _budget.floor _budget.hold_times _budget.arenas _budget.replayed_choice _budget.known _budget.learn
-        _budget.taken _budget.decide _budget.first _budget.in_force _budget.hold _budget.verify _budget.view
-        _budget.controller engine_view identities functions graph_captures
+        _budget.module_runs _budget.optimizers group_boundaries chunk _budget.last_step _budget.margin
+        _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times
+        _budget.idleness _budget.floor _budget.garbage _budget.hold_times _budget.arenas _budget.replayed_choice
+        _budget.known _budget.learn _budget.taken _budget.decide _budget.first _budget.in_force _budget.hold
+        _budget.verify _budget.view _budget.controller engine_view identities functions graph_captures
         engine
         plan_files rehearsal rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures
         rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast

@@ -321,6 +321,7 @@ def test_of_many_microbatches_few_are_replayed(monkeypatch: pytest.MonkeyPatch) 
     recorded = list[tuple[RecordedStep, PlannedJob]]()
 
     def noted(step: RecordedStep, job: PlannedJob) -> RecordedStep:
+        assert not gc.isenabled(), "no garbage is collected meanwhile"
         recorded.append((step, job))
         return shortened_record(step, job)
 
