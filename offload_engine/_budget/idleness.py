@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from offload_engine._budget.allowing import TOLERANCE
 from offload_engine.planning.choose import Chosen
 
 _ALIKE: Final = 65 / 64
 _LEAST_STEPS: Final = 5
+_GROWN: Final = 33 / 32
 
 
 class Idleness:
     """Learns whether all steps save equally many bytes.
 
     A group that is not opened cannot leave in the step in which it grows. So a step runs without groups only if all
-    steps so far have saved equally many bytes, and if one with an eighth more would still be within the budget.
+    steps so far have saved equally many bytes, and if one that holds a 32nd more would still be within the budget.
+    (One that grows by less than an eighth stays in any case.)
 
     Args:
         is_measured: the memory of the process can be measured without groups.
@@ -39,4 +40,4 @@ class Idleness:
         if chosen is None or chosen.best.num_moves or chosen.best.recomputed_bytes:
             return False
         is_steady = self._num_steps >= _LEAST_STEPS and self._most <= _ALIKE * self._least
-        return self.is_measured and is_steady and TOLERANCE * chosen.best.held_bytes <= budget_bytes
+        return self.is_measured and is_steady and _GROWN * chosen.best.held_bytes <= budget_bytes

@@ -436,7 +436,7 @@ def test_what_is_reserved_and_not_allocated_counts(before: int) -> None:
 def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_window(make: Make, case: str) -> None:
     reference = make(config(dry_run=True))
     most = BASE + max(make(config(dry_run=True)).steps(1).peaks)
-    job = make(config(gpu_budget=most * 17 // 16 if case == "hardly fits" else most * 5 // 4, recompute="off"))
+    job = make(config(gpu_budget=most * 65 // 64 if case == "hardly fits" else most * 5 // 4, recompute="off"))
     job.controller._idleness.is_measured = True
     Allocator(job)
     with mock.patch.object(job.engine, "start_chunk", wraps=job.engine.start_chunk) as start_chunk:
@@ -506,13 +506,13 @@ def test_a_schedule_knows_its_chunks_in_steps_that_need_no_groups() -> None:
 
 @pytest.mark.parametrize(("most", "are_alike"), [(640, True), (650, True), (651, False)])
 def test_steps_are_alike_within_a_64th(most: int, are_alike: bool) -> None:
-    idleness, fits = Idleness(is_measured=True), SimpleNamespace(num_moves=0, recomputed_bytes=0, held_bytes=8)
+    idleness, fits = Idleness(is_measured=True), SimpleNamespace(num_moves=0, recomputed_bytes=0, held_bytes=32)
     chosen: Any = SimpleNamespace(best=fits)
     for saved in (640, 640, 640, 640, most):
-        assert not idleness.allows(chosen, budget_bytes=9)
+        assert not idleness.allows(chosen, budget_bytes=33)
         idleness.note(saved)
-    assert idleness.allows(chosen, budget_bytes=9) == are_alike
-    assert not idleness.allows(chosen, budget_bytes=8), "an eighth more would not fit"
+    assert idleness.allows(chosen, budget_bytes=33) == are_alike
+    assert not idleness.allows(chosen, budget_bytes=32), "a 32nd more would not fit"
 
 
 def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_count() -> None:
