@@ -42,7 +42,7 @@ class Chosen(NamedTuple):
     top: Prediction
     """The step in which nothing moves."""
     tried: tuple[Decision, ...]
-    """Those of which none holds and takes less than another one, by memory: with these a curve is drawn."""
+    """Decisions that no other one beats in both memory and time, ordered by memory: a curve is drawn through them."""
     busy_ratio: float = 1.0
     """The ratio with which these times are predicted; see `Costs`."""
     most_busy_ratio: float = 1.0

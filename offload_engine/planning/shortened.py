@@ -38,7 +38,7 @@ def shortened(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
-    """Return what was recorded of the microbatches of a shortened step; in a pipeline, the whole step.
+    """Return what was recorded of two microbatches, the first and the largest other one; in a pipeline, the whole step.
 
     Each microbatch finds the memory as the one before it has, so the allocator reserves the same for both. (24 of them
     on an H200: equal to the byte in 29 decisions, with an arena and without one, in a twentieth of the time.) Where
@@ -48,22 +48,46 @@ def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
         step: the whole step.
         job: what ran in it.
     """
-    few = {action.chunk.microbatch for action in shortened(job.actions)}
-    others = [action for action in job.actions if action.chunk.microbatch not in few]
-    if not others or _num_alive(job.actions) > 1:
+    if len(shortened(job.actions)) == len(job.actions) or _num_alive(job.actions) > 1:
         return step
-    begin = step.moments.get(step_boundaries(others[:1], job.shapes)[0])
-    end = step.moments.get(Boundary(ITERATION_END))
-    if begin is None or end is None:
+    first, *others = dict.fromkeys(action.chunk.microbatch for action in job.actions)
+    sizes = _saved_bytes(step)
+    left_out = frozenset(others) - {max(others, key=lambda microbatch: sizes[microbatch])}
+    spans = _spans_of(left_out, step, job)
+    if not spans:
         return step
-    lives = [life for life in step.lives if not _is_within(life, begin, end)]
+    lives = [life for life in step.lives if not any(_is_within(life, *span) for span in spans)]
     return replace(
         step,
         lives=lives,
-        stored={group: stored for group, stored in step.stored.items() if group.chunk.microbatch in few},
-        left_out=frozenset(action.chunk.microbatch for action in others),
+        stored={group: stored for group, stored in step.stored.items() if group.chunk.microbatch not in left_out},
+        left_out=left_out,
         most_events=round(step.most_events * len(lives) / len(step.lives)),
     )
+
+
+def _saved_bytes(step: RecordedStep) -> Counter[int]:
+    """Return how many bytes each microbatch has saved."""
+    found: Counter[int] = Counter()
+    for group, stored in step.stored.items():
+        found[group.chunk.microbatch] += sum(each.saved.nbytes for each in stored)
+    return found
+
+
+def _spans_of(microbatches: frozenset[int], step: RecordedStep, job: Job) -> list[tuple[int, int]]:
+    """Return when these microbatches ran, from moment to moment, in order; nothing if that is not known."""
+    boundaries = [step_boundaries([action], job.shapes)[0] for action in job.actions]
+    moments = [step.moments.get(boundary, -1) for boundary in (*boundaries, Boundary(ITERATION_END))]
+    spans: list[tuple[int, int]] = []
+    for action, begin, end in zip(job.actions, moments, moments[1:], strict=False):
+        if begin < 0 or end < 0:
+            return []
+        if action.chunk.microbatch not in microbatches:
+            continue
+        if spans and spans[-1][1] == begin:
+            begin = spans.pop()[0]
+        spans.append((begin, end))
+    return spans
 
 
 def _is_within(life: Life, begin: int, end: int) -> bool:

@@ -342,6 +342,12 @@ def test_of_many_microbatches_few_are_replayed(monkeypatch: pytest.MonkeyPatch) 
             assert found == expected is not None
         moved = Replay(few, planned, decision)._moved._released
         assert {group.chunk.microbatch for group in moved} <= {0, 1}, "nor are moves of the others planned"
+    key = GroupKey(ChunkKey(0, 3), 0)
+    stored = {**step.stored, key: [*step.stored[key], step.stored[key][0]]}
+    largest = shortened_record(dataclasses.replace(step, stored=stored), planned)
+    assert largest.left_out == {1, 2, 4} and largest.most_events == few.most_events
+    assert replayed(largest, planned, Decision()) == replayed(few, planned, Decision())
+    assert shortened_record(dataclasses.replace(step, moments={}), planned).left_out == frozenset()
 
 
 def test_times_are_those_of_the_first_steps_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
