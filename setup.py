@@ -57,12 +57,13 @@ ALSO_COMPILED = (
     "planning/shortened.py",
     "planning/simulate.py",
     "planning/simulated.py",
+    "planning/slowed.py",
     "planning/steps.py",
     "planning/worth.py",
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 75
+NUM_COMPILED = 76
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 

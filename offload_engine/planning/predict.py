@@ -14,6 +14,7 @@ from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.moves import OUT, GroupKey
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import group_keys
+from offload_engine.planning.slowed import MOST_SLOWER, factor_of, slowed_ms, slower_of, unslowed_ms
 from offload_engine.planning.steps import Decision, Outcome, Steps
 
 _LEAST_BUSY: Final = 1 / 8
@@ -44,6 +45,8 @@ class Prediction(NamedTuple):
     """Of `held_bytes`, those besides the peak of allocated bytes."""
     arena_bytes: int | None = None
     """Of the arena that is reserved before the step; None: not known."""
+    hidden_ms: float = 0.0
+    """See `slowed_ms`."""
     host_ms: float = 0.0
     """Host time of its moves. No part of `step_ms`: it delays a step only where the device waits for the host."""
 
@@ -127,22 +130,28 @@ class Predictor:
         if not self._predictions:
             self._calibrate(outcome)
             self._limit_ratio(self._fit.step_ms(outcome))
-        busy = self._busy_share(outcome)
+        busy, milliseconds = self._busy_share(outcome), max(0.0, self._fit.step_ms(outcome))
+        hidden_ms = self._hidden_ms(decision, milliseconds) if busy >= _LEAST_BUSY and outcome.stalled_ms else 0.0
         job, plan, residents = self.steps.planned(decision)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
             self.held_bytes(decision),
             residents.most,
-            max(0.0, self._fit.step_ms(outcome)) * _slower(self.busy_ratio, busy),
+            slowed_ms(milliseconds, hidden_ms, factor_of(self.busy_ratio, busy)),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
             *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
             busy=busy,
             overhead_bytes=self.model.overhead_with(residents, self.steps.wasted_with(decision)),
             arena_bytes=self.steps.arena_bytes.get(decision),
+            hidden_ms=hidden_ms,
             host_ms=len(moved) * self.costs.host_us / 1e3,
         )
+
+    def _hidden_ms(self, decision: Decision, milliseconds: float) -> float:
+        slowed = self._fit.step_ms(self.steps.outcome(decision, MOST_SLOWER))
+        return max(0.0, milliseconds - slowed) / (MOST_SLOWER - 1.0)
 
     def _busy_share(self, outcome: Outcome) -> float:
         return max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0
@@ -250,12 +259,13 @@ def improving(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:
     """Return a prediction for another ratio; see `Costs`."""
-    return prediction._replace(step_ms=_unslowed_ms(prediction, before) * _slower(after, prediction.busy))
+    milliseconds = _unslowed_ms(prediction, before)
+    return prediction._replace(step_ms=slowed_ms(milliseconds, prediction.hidden_ms, factor_of(after, prediction.busy)))
 
 
 def _unslowed_ms(prediction: Prediction, busy_ratio: float) -> float:
     """Return how long a step would take if compute were as fast as with everything offloaded."""
-    return prediction.step_ms / _slower(busy_ratio, prediction.busy)
+    return unslowed_ms(prediction.step_ms, prediction.hidden_ms, factor_of(busy_ratio, prediction.busy))
 
 
 def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: float, most: float) -> float:
@@ -270,12 +280,9 @@ def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: floa
     """
     if prediction.busy < _LEAST_BUSY:
         return before
-    ratio = 1.0 + (measured_ms / _unslowed_ms(prediction, before) - 1.0) / prediction.busy
+    slower = slower_of(_unslowed_ms(prediction, before), prediction.hidden_ms, measured_ms)
+    ratio = 1.0 + (slower - 1.0) / prediction.busy
     return min(max(ratio, _LEAST_BUSY_RATIO), most)
-
-
-def _slower(busy_ratio: float, busy: float) -> float:
-    return 1.0 + (busy_ratio - 1.0) * busy
 
 
 K = TypeVar("K")

@@ -73,7 +73,7 @@ class Steps:
         self.wasted_bytes: dict[Decision, int] = {}
         self.arena_bytes: dict[Decision, int] = {}
         self._planned: dict[Decision, PlannedStep] = {}
-        self._outcomes: dict[Decision, Outcome] = {}
+        self._outcomes: dict[tuple[Decision, float], Outcome] = {}
         # Bytes and times differ from decision to decision, boundaries do not.
         self._of_actions = tuple(tuple(step_boundaries([action], job.shapes)[:-1]) for action in job.actions)
         self._boundaries = tuple(step_boundaries(job.actions, job.shapes))
@@ -95,14 +95,15 @@ class Steps:
             found = self._planned[decision] = self._plan(decision)
         return found
 
-    def outcome(self, decision: Decision) -> Outcome:
-        """Return the simulated outcome of a step."""
-        found = self._outcomes.get(decision)
+    def outcome(self, decision: Decision, slower: float = 1.0) -> Outcome:
+        """Return the simulated outcome of a step, with compute that takes `slower` times as long, in units of that."""
+        found = self._outcomes.get((decision, slower))
         if found is None:
             job, plan, _ = self.planned(decision)
             rank = RankJob(job.actions, job.shapes, job.bounds, self._of_actions)
-            [simulated] = simulate(PipelineJob((rank,), self._link), [plan], is_drawn=False).ranks
-            found = self._outcomes[decision] = Outcome(simulated.milliseconds, simulated.stalls)
+            link = replace(self._link, out_gbps=slower * self._link.out_gbps, in_gbps=slower * self._link.in_gbps)
+            [simulated] = simulate(PipelineJob((rank,), link), [plan], is_drawn=False).ranks
+            found = self._outcomes[decision, slower] = Outcome(simulated.milliseconds, simulated.stalls)
         return found
 
     def _plan(self, decision: Decision) -> PlannedStep:

@@ -33,8 +33,8 @@ LAYERS = {
         _devices.cuda_routine _devices.host_memory _devices.file_slab _devices.memory_slab _devices.node_share
         _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices _host
         _host.try_lock _host.unawaited _host.extents planning.host_bytes planning.simulated planning.simulate
-        planning.steps planning.reduced planning.performed planning.replay planning.fitted planning.predict
-        planning.worth planning.by_name planning.choose planning.shortened
+        planning.slowed planning.steps planning.reduced planning.performed planning.replay planning.fitted
+        planning.predict planning.worth planning.by_name planning.choose planning.shortened
         _host.slabs _host.pool _host.leases _saved _saved.places _saved.storage _saved.alloc_streams
         _saved.failures _saved.retirement _saved.counters _saved.handles _saved.unpacked _saved.eligibility
         _saved.quantized _saved.transfers _captured _captured.graphs _captured.saves _captured.share
