@@ -130,15 +130,15 @@ class Predictor:
         if not self._predictions:
             self._calibrate(outcome)
             self._limit_ratio(self._fit.step_ms(outcome))
-        busy, milliseconds = self._busy_share(outcome), max(0.0, self._fit.step_ms(outcome))
-        hidden_ms = self._hidden_ms(decision, milliseconds) if busy >= _LEAST_BUSY and outcome.stalled_ms else 0.0
+        busy, simulated_ms = self._busy_share(outcome), max(0.0, self._fit.step_ms(outcome))
+        hidden_ms = self._hidden_ms(decision, simulated_ms) if busy >= _LEAST_BUSY and outcome.stalled_ms else 0.0
         job, plan, residents = self.steps.planned(decision)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
             self.held_bytes(decision),
             residents.most,
-            slowed_ms(milliseconds, hidden_ms, factor_of(self.busy_ratio, busy)),
+            slowed_ms(simulated_ms, hidden_ms, factor_of(self.busy_ratio, busy)),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
             *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
@@ -149,9 +149,9 @@ class Predictor:
             host_ms=len(moved) * self.costs.host_us / 1e3,
         )
 
-    def _hidden_ms(self, decision: Decision, milliseconds: float) -> float:
-        slowed = self._fit.step_ms(self.steps.outcome(decision, MOST_SLOWER))
-        return max(0.0, milliseconds - slowed) / (MOST_SLOWER - 1.0)
+    def _hidden_ms(self, decision: Decision, simulated_ms: float) -> float:
+        again_ms = self._fit.step_ms(self.steps.outcome(decision, MOST_SLOWER))
+        return max(0.0, simulated_ms - again_ms) / (MOST_SLOWER - 1.0)
 
     def _busy_share(self, outcome: Outcome) -> float:
         return max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0

@@ -744,20 +744,24 @@ def test_an_arena_has_room_however_far_ahead_the_host_is() -> None:
 
 
 def test_a_smaller_arena_has_some_to_spare() -> None:
-    """An arena without an end is used for 1,000 MiB, but all blocks have room in 982."""
+    """An arena without an end is used for 1,000 MiB, but all blocks have room in 982, or in 500."""
+    needed = 982
 
     class Needs:
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             arena = with_spare(1000 * MIB) if arena_bytes is None else arena_bytes
-            return Reserved(arena + 500 * MIB * (arena < 982 * MIB), 0, 1000 * MIB)
+            return Reserved(arena + 500 * MIB * (arena < needed * MIB), 0, 1000 * MIB)
 
     replay: Any = Needs()
     usual = with_spare(1000 * MIB)
     assert usual == 1016 * MIB
-    for over, fits in ((1, True), (28, True), (29, False), (100, False)):
+    for needed, over, fits in (
+        *((982, 1, True), (982, 28, True), (982, 29, False), (982, 100, False)),
+        *((500, 30, True), (500, 31, False)),  # a 32nd of the usual one are 31.75
+    ):
         found = tight_arena(replay, replay.reserved(), over * MIB)
         less = segment_bytes(over * MIB)
-        assert found == ((usual - less, -less) if fits else None), over
+        assert found == ((usual - less, -less) if fits else None), (needed, over)
 
 
 def test_a_step_that_hardly_does_not_fit_gets_a_smaller_arena_if_all_blocks_have_room_in_it(
