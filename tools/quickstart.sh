@@ -4,7 +4,7 @@
 # offload, with it, and with nothing but a budget, on this machine's CPU, and compares the three runs. Needs
 # Python >= 3.11 and nothing else.
 #
-#   tools/quickstart.sh [DIRECTORY]    where the text and the metrics go; default out/quickstart
+#   tools/quickstart.sh [DIRECTORY]    where the metrics go; default out/quickstart
 #
 # STEPS (default 4) sets the length of the first two runs; a budget needs six steps. PYTHON and VENV choose the
 # environment, see tools/setup_env.sh.
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out/quickstart}
 steps=${STEPS:-4}
 case $steps in '' | 0 | *[!0-9]*) echo "quickstart: STEPS=$steps is no number of steps" >&2; exit 2 ;; esac
-budget=${BUDGET:-400MiB} # of saved tensors, as there is no GPU
+budget=${BUDGET:-250MiB} # of saved tensors, as there is no GPU
 budget_steps=$((steps > 6 ? steps : 6)) # of which four measure and one verifies
 python=${VENV:-.venv}/bin/python
 
@@ -29,18 +29,16 @@ export OMP_NUM_THREADS=1
 # 32 MiB, and the size of the process says little about what is alive), in huge pages where the system has them.
 export GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1
 
-"$python" -W ignore::UserWarning examples/prepare_text.py --output-prefix "$out/text"
-
 pretrain() { # NAME STEPS [FLAGS]: one run; its metrics land in $out/NAME.jsonl
     local name=$1 steps=$2
     shift 2
     "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
         examples/pretrain_gpt.py \
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
-        --num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 16 --seq-length 256 \
+        --num-layers 8 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 16 --seq-length 256 \
         --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --disable-bias-linear \
-        --micro-batch-size 4 --global-batch-size 16 --train-iters "$steps" --seed 1234 \
-        --lr-decay-iters "$budget_steps" --data-path "$out/text" --metrics-json "$out/$name.jsonl" "$@"
+        --micro-batch-size 4 --global-batch-size 8 --train-iters "$steps" --seed 1234 \
+        --lr-decay-iters "$budget_steps" --metrics-json "$out/$name.jsonl" "$@"
 }
 
 echo "1/3 without offload"
