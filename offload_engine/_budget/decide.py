@@ -339,7 +339,7 @@ def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:
 
 def has_outgrown(decider: Decider, chunk_bytes: float) -> bool:
     """Return whether chunks save more than measured, so that all other memory may have grown, too."""
-    if decider.known is None:
+    if decider.known is None or not chunk_bytes:  # no groups were opened
         return False
     measured = decider.known.chunk_bytes(decider.chosen)
     return bool(measured) and chunk_bytes > TOLERANCE * sum(measured) / len(measured)

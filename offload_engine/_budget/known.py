@@ -15,6 +15,7 @@ from offload_engine.planning.choose import (
     Chosen,
     below_floor_text,
     choose,
+    completed,
     refitted,
     remeasured,
     repredicted,
@@ -127,7 +128,8 @@ class Known:
                 is_free=recomputed is None,
             )
             self._recorded = self._recorded if replays.is_sound else None
-        return found or choose_with(self.model, guard_bytes + left_bytes)
+        found = found or choose_with(self.model, guard_bytes + left_bytes)
+        return completed(found, self._predictor(steps, self.model))
 
     def curve(self, chosen: Chosen, actions: tuple[Action, ...]) -> tuple[Prediction, ...]:
         """Return steps from the floor to one in which nothing moves, each with more memory and less time than before.
@@ -136,7 +138,9 @@ class Known:
         """
         predictor = self._predictor(self._steps_of(actions), self.model)
         known = {each.decision: each for each in (chosen.floor, chosen.top, chosen.best)}
-        others = [predictor.predict(decision) for decision in chosen.tried if decision not in known]
+        others = [
+            predictor.completed(predictor.predict(decision)) for decision in chosen.tried if decision not in known
+        ]
         ratios = predictor.busy_ratio, chosen.busy_ratio
         return improving([*known.values(), *(with_busy_ratio(each, *ratios) for each in others)])
 

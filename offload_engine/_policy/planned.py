@@ -98,11 +98,12 @@ class PlannedPolicy(Policy):
 
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
         """See `Policy`."""
-        self._is_whole_step = _is_whole_step(actions)
-        self._has_schedule |= self._is_whole_step
+        is_whole = self._is_whole_step = _is_whole_step(actions)
+        self._has_schedule |= is_whole
         if not (actions or self._has_schedule):
             actions = self._assumed
-        shapes = self._shown(actions) if _is_whole_step(actions) else None
+            is_whole = _is_whole_step(actions)
+        shapes = self._shown(actions) if is_whole else None
         self._shapes = shapes or ()
         self._scheduled = {key for _, key in actions}
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)

@@ -140,6 +140,12 @@ def repredicted(chosen: Chosen, predictor: Predictor) -> Chosen:
     return Chosen(best, floor, top, chosen.tried, predictor.busy_ratio, predictor.most_busy_ratio)
 
 
+def completed(chosen: Chosen, predictor: Predictor) -> Chosen:
+    """Return a choice whose times another ratio can correct; see `Predictor.completed`."""
+    best, floor, top = map(predictor.completed, (chosen.best, chosen.floor, chosen.top))
+    return chosen._replace(best=best, floor=floor, top=top)
+
+
 def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
     """Return a choice with the times of another ratio; see `Costs.busy_ratio`."""
 

@@ -37,15 +37,20 @@ class HostBytes:
     """Simulates the host pool of one rank: it grows by slabs, which may be consolidated between two steps.
 
     Bytes that an unawaited copy-in still reads are lent last: a copy-out would wait for it instead of overlapping it.
+
+    Args:
+        peak_bytes: lent at the most in steps before; 0: there were none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak_bytes: int = 0) -> None:
         self.lent_bytes: int = 0
         self.peak_lent_bytes: int = 0
         self._clocks: Clocks | None = None
         self._unawaited = UnawaitedCopies()
         self._slabs: list[int] = []
         self._free = self._no_extents()
+        if peak_bytes:
+            self._add_slab(_with_headroom(peak_bytes))
 
     def begin_step(self, clocks: Clocks) -> None:
         """Start a step with nothing lent; `clocks` tell which copies are complete."""
@@ -54,7 +59,7 @@ class HostBytes:
         self._free.forget_events()
         if len(self._slabs) > 1 and total > _WASTE_TOLERATED * peak:
             self._slabs, self._free = [], self._no_extents()
-            self._add_slab(peak * 33 // 32)
+            self._add_slab(_with_headroom(peak))
 
     def lend(self, nbytes: int) -> Lent:
         """Lend `nbytes` bytes."""
@@ -88,3 +93,7 @@ class HostBytes:
     def _add_slab(self, nbytes: int) -> None:
         self._free.put(len(self._slabs), 0, nbytes)
         self._slabs.append(nbytes)
+
+
+def _with_headroom(peak_bytes: int) -> int:
+    return peak_bytes * 33 // 32

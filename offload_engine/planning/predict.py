@@ -46,7 +46,7 @@ class Prediction(NamedTuple):
     arena_bytes: int | None = None
     """Of the arena that is reserved before the step; None: not known."""
     hidden_ms: float = 0.0
-    """See `slowed_ms`."""
+    """See `slowed_ms`. 0 if it is not known: see `Predictor.completed`."""
     host_ms: float = 0.0
     """Host time of its moves. No part of `step_ms`: it delays a step only where the device waits for the host."""
 
@@ -87,15 +87,14 @@ class Predictor:
     """Predicts the steps of one job, each decision once.
 
     Args:
-        job: the job, with bytes and times.
-        model: model of its memory.
+        job: with bytes and times.
+        model: of its memory.
         costs: costs of moves.
         steps: steps of this job with this link and these options that were planned before; None: none.
 
     Attributes:
         steps: planned and simulated steps.
         nbytes: bytes of each slot, for one microbatch.
-        floor: the step in which everything is offloaded.
         most_busy_ratio: the largest `Costs.busy_ratio` by which no step that waits less takes longer than the floor.
         busy_ratio: ratio of the costs, which may be of other steps, or the largest.
     """
@@ -108,37 +107,33 @@ class Predictor:
         self._predictions: dict[Decision, Prediction] = {}
         self._fit = Fit(1.0)
         self._floor_stalled_ms = 0.0  # as simulated
-        self.most_busy_ratio: float = 1.0
-        self.busy_ratio: float = 1.0
+        self.most_busy_ratio = self.busy_ratio = 1.0
         self._slots = [slots_of(stage, shape.groups) for stage, shape in enumerate(job.shapes)]
         self.nbytes: dict[Slot, int] = {
             slot: group.nbytes
             for slots, shape in zip(self._slots, job.shapes, strict=True)
             for slot, group in zip(slots, shape.groups, strict=True)
         }
-        self.floor: Prediction = self.predict(Decision())
+        self._calibrate(self.steps.outcome(Decision()))
 
     def predict(self, decision: Decision) -> Prediction:
         """Predict a step, by a simulation."""
-        found = self._predictions.get(decision)
-        if found is None:
-            found = self._predictions[decision] = self._predict(decision)
-        return found
+        if decision not in self._predictions:
+            self._predictions[decision] = self._predict(decision)
+        return self._predictions[decision]
 
     def _predict(self, decision: Decision) -> Prediction:
         outcome = self.steps.outcome(decision)
-        if not self._predictions:
-            self._calibrate(outcome)
-            self._limit_ratio(self._fit.step_ms(outcome))
-        busy, simulated_ms = self._busy_share(outcome), max(0.0, self._fit.step_ms(outcome))
-        hidden_ms = self._hidden_ms(decision, simulated_ms) if busy >= _LEAST_BUSY and outcome.stalled_ms else 0.0
+        busy = max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0
+        is_hiding = self.busy_ratio != 1.0 and busy >= _LEAST_BUSY and outcome.stalled_ms
+        hidden_ms = self._hidden_ms(decision) if is_hiding else 0.0
         job, plan, residents = self.steps.planned(decision)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
             self.held_bytes(decision),
             residents.most,
-            slowed_ms(simulated_ms, hidden_ms, factor_of(self.busy_ratio, busy)),
+            slowed_ms(self._simulated_ms(outcome), hidden_ms, factor_of(self.busy_ratio, busy)),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
             *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
@@ -149,19 +144,24 @@ class Predictor:
             host_ms=len(moved) * self.costs.host_us / 1e3,
         )
 
-    def _hidden_ms(self, decision: Decision, simulated_ms: float) -> float:
-        again_ms = self._fit.step_ms(self.steps.outcome(decision, MOST_SLOWER))
-        return max(0.0, simulated_ms - again_ms) / (MOST_SLOWER - 1.0)
+    def completed(self, prediction: Prediction) -> Prediction:
+        """Return a prediction of this predictor with `hidden_ms`, which a ratio of 1 needs not."""
+        if prediction.hidden_ms or prediction.busy < _LEAST_BUSY or not prediction.stalled_ms:
+            return prediction
+        return prediction._replace(hidden_ms=self._hidden_ms(prediction.decision))
 
-    def _busy_share(self, outcome: Outcome) -> float:
-        return max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0
+    def _hidden_ms(self, decision: Decision) -> float:
+        fast, slow = (self._simulated_ms(self.steps.outcome(decision, slower)) for slower in (1.0, MOST_SLOWER))
+        return max(0.0, fast - slow) / (MOST_SLOWER - 1.0)
+
+    def _simulated_ms(self, outcome: Outcome) -> float:
+        return max(0.0, self._fit.step_ms(outcome))
 
     def _calibrate(self, floor: Outcome) -> None:
         self._floor_stalled_ms = floor.stalled_ms
         if self.costs.floor_ms is not None:
             self._fit = fit(floor, self.costs.floor_ms, self.costs.waited_ms)
-
-    def _limit_ratio(self, floor_ms: float) -> None:
+        floor_ms = self._fit.step_ms(floor)
         if floor_ms > 0:
             waited_ms = self._fit.scale * self._fit.stall_share * self._floor_stalled_ms
             self.most_busy_ratio = 1.0 + waited_ms / floor_ms

@@ -80,21 +80,24 @@ class Simulation(NamedTuple):
     ranks: list[RankOutcome]
 
 
-def simulate(job: PipelineJob, plans: Sequence[Plan], *, is_drawn: bool = True) -> Simulation:
-    """Simulate two steps, of which the first makes the host pools grow; the outcome is the second.
+def simulate(job: PipelineJob, plans: Sequence[Plan], *, is_drawn: bool = True, peak_host_bytes: int = 0) -> Simulation:
+    """Simulate a step of which each rank has a host pool already.
 
     Args:
         job: the job, with bytes and times.
         plans: the plan of each rank.
         is_drawn: whether the outcome has a timeline, which takes a fifth of the time.
+        peak_host_bytes: lent at the most in the steps before, on each rank; 0: one like this came before, which is
+            simulated, too.
 
     Raises:
         ValueError: if the numbers of plans and ranks differ, or if the ranks wait for each other for ever.
     """
     if len(plans) != len(job.ranks):
         raise ValueError(f"{len(plans)} plans for {len(job.ranks)} ranks")
-    hosts = [HostBytes() for _ in plans]
-    _run_step(job, plans, hosts, is_drawn=False)
+    hosts = [HostBytes(peak_host_bytes) for _ in plans]
+    if not peak_host_bytes:
+        _run_step(job, plans, hosts, is_drawn=False)
     outcomes = [rank.outcome for rank in _run_step(job, plans, hosts, is_drawn)]
     return Simulation(max(outcome.milliseconds for outcome in outcomes), outcomes)
 

@@ -14,7 +14,7 @@ from offload_engine.planning.planner import plan_step
 from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.residents import Residents, residents_of
 from offload_engine.planning.shapes import step_boundaries
-from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
+from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
 
 
 class Decision(NamedTuple):
@@ -74,6 +74,7 @@ class Steps:
         self.arena_bytes: dict[Decision, int] = {}
         self._planned: dict[Decision, PlannedStep] = {}
         self._outcomes: dict[tuple[Decision, float], Outcome] = {}
+        self._peak_host_bytes = 0  # with everything offloaded, which the measured step has done
         # Bytes and times differ from decision to decision, boundaries do not.
         self._of_actions = tuple(tuple(step_boundaries([action], job.shapes)[:-1]) for action in job.actions)
         self._boundaries = tuple(step_boundaries(job.actions, job.shapes))
@@ -97,14 +98,22 @@ class Steps:
 
     def outcome(self, decision: Decision, slower: float = 1.0) -> Outcome:
         """Return the simulated outcome of a step, with compute that takes `slower` times as long, in units of that."""
-        found = self._outcomes.get((decision, slower))
-        if found is None:
-            job, plan, _ = self.planned(decision)
-            rank = RankJob(job.actions, job.shapes, job.bounds, self._of_actions)
-            link = replace(self._link, out_gbps=slower * self._link.out_gbps, in_gbps=slower * self._link.in_gbps)
-            [simulated] = simulate(PipelineJob((rank,), link), [plan], is_drawn=False).ranks
-            found = self._outcomes[decision, slower] = Outcome(simulated.milliseconds, simulated.stalls)
-        return found
+        floor = Decision(), 1.0
+        if floor not in self._outcomes:
+            rank = self._simulated(*floor, 0)
+            self._outcomes[floor] = Outcome(rank.milliseconds, rank.stalls)
+            self._peak_host_bytes = rank.counters.peak_host_bytes
+        if (decision, slower) not in self._outcomes:
+            rank = self._simulated(decision, slower, self._peak_host_bytes)
+            self._outcomes[decision, slower] = Outcome(rank.milliseconds, rank.stalls)
+        return self._outcomes[decision, slower]
+
+    def _simulated(self, decision: Decision, slower: float, peak_host_bytes: int) -> RankOutcome:
+        job, plan, _ = self.planned(decision)
+        rank = RankJob(job.actions, job.shapes, job.bounds, self._of_actions)
+        link = replace(self._link, out_gbps=slower * self._link.out_gbps, in_gbps=slower * self._link.in_gbps)
+        pipeline = PipelineJob((rank,), link)
+        return simulate(pipeline, [plan], is_drawn=False, peak_host_bytes=peak_host_bytes).ranks[0]
 
     def _plan(self, decision: Decision) -> PlannedStep:
         options = options_of(self._options, decision.choices.recomputed)

@@ -47,7 +47,7 @@ def _worth(predictor: Predictor, num_moves: Mapping[Slot, int]) -> dict[Slot, fl
     per_byte, host_ms = ms_per_byte(predictor), predictor.costs.host_us / 1e3
     copy_ms = {slot: count * predictor.nbytes[slot] * per_byte for slot, count in num_moves.items()}
     total = sum(copy_ms.values())
-    exposed = min(1.0, predictor.floor.stalled_ms / total) if total else 0.0
+    exposed = min(1.0, predictor.predict(Decision()).stalled_ms / total) if total else 0.0
     return {slot: count * host_ms + exposed * copy_ms[slot] for slot, count in num_moves.items()}
 
 

@@ -27,7 +27,7 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.errors import BudgetError
 from offload_engine.planning.by_name import kept_beside_names
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, slots_of
-from offload_engine.planning.choose import Chosen, choose, retimed
+from offload_engine.planning.choose import Chosen, choose, completed, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Excess, Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.moves import CHUNK_BACKWARD
@@ -162,7 +162,7 @@ def test_compute_is_slower_the_less_it_waits() -> None:
     assert slower.floor.step_ms == plain.floor.step_ms and plain.top.stalled_ms == 0.0
     assert slower.top.step_ms == pytest.approx(1.2 * plain.top.step_ms)
     assert plain.best.step_ms < slower.best.step_ms < 1.2 * plain.best.step_ms
-    again = retimed(plain, 1.2)
+    again = retimed(completed(plain, Predictor(job, model, COSTS)), 1.2)
     retimed_ms, slower_ms = ([each.step_ms for each in curve_of(found, job, COSTS)] for found in (again, slower))
     assert retimed_ms == pytest.approx(slower_ms)
     assert again.best.step_ms == pytest.approx(slower.best.step_ms) and again.floor == plain.floor
@@ -178,7 +178,7 @@ def test_compute_is_slower_the_less_it_waits() -> None:
 def test_slower_compute_hides_more_of_the_copies(number: int, ratio: float) -> None:
     """A step that waited a little was thought to take 4% longer than it did, and a slower one was chosen."""
     (job, model), budget = one_rank(), budgets("one rank")[number]
-    best = choose(job, model, budget, COSTS).best
+    best = Known(job, model, COSTS).choose(job.actions, budget).best
     assert best.stalled_ms > 0 and best.hidden_ms > 0
     slower = 1 + (ratio - 1) * best.busy
     expected_ms = Steps(scaled(job, slower), Link()).outcome(best.decision).milliseconds
@@ -263,7 +263,7 @@ def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
     job, link = job_named(name), Link()
     recomputable = options(job, "core_attn", 2.0)
     steps = Steps(job, link, recomputable)
-    slots = slots_of(0, job.shapes[0].groups)
+    slots, host_bytes = slots_of(0, job.shapes[0].groups), 0
     for choices in (Choices(), Choices(frozenset(slots[::3])), Choices(recomputed=recomputable[0].replaces)):
         for room in (None, 2 * GIB, 4 * GIB):
             decision = Decision(choices, room)
@@ -272,8 +272,9 @@ def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
             plan = plan_step(alone.actions, alone.shapes, alone.bounds, choices=choices)
             assert steps.planned(decision) == (alone, plan, alone.residents(choices))
             rank = RankJob(alone.actions, alone.shapes, alone.bounds)
-            [outcome] = simulate(PipelineJob((rank,), link), [plan]).ranks
+            [outcome] = simulate(PipelineJob((rank,), link), [plan], peak_host_bytes=host_bytes).ranks
             assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls)
+            host_bytes = host_bytes or outcome.counters.peak_host_bytes  # as the step with all offloaded has lent
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------
@@ -706,7 +707,8 @@ def test_a_choice_for_many_microbatches_is_made_with_few(pipeline: int, virtual:
     floor, top = (end.held_bytes for end in (choose(job, model, 1 << 50, costs)[1:3]))
     known = Known(job, model, costs)
     for budget in (floor, floor + (top - floor) // 5):
-        found, expected = known.choose(job.actions, budget), choose(job, model, budget, costs)
+        expected = completed(choose(job, model, budget, costs), Predictor(job, model, costs))
+        found = known.choose(job.actions, budget)
         assert (found.floor, found.top) == (expected.floor, expected.top) and found.best.held_bytes <= budget
         assert found.best.step_ms <= 1.01 * expected.best.step_ms
     assert 3 * len(known._steps[job.actions]._planned) < 2 * len(known._few[job.actions]._planned)
