@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         ("--layers", int, None, "of the model (12 at 4096 tokens, 4 at 32768)"),
         ("--budgets", positive, 5, "from the floor to no offload"),
         ("--iters", positive, 3, "timed steps of a turn"),
+        ("--in-a-row", int, 0, "more steps of a turn, timed together: the host is ahead of the device, as in training"),
         ("--warmup", positive, 2, "steps before them, of settings by hand"),
         ("--seconds", float, 190.0, "no turn begins later, each length has its share; what was left out is said"),
         ("--json", Path, None, "write the results, after each turn"),
@@ -99,7 +100,7 @@ def _measure(settings: argparse.Namespace, shape: Shape, length: Record, seconds
     from .turns import TrainedWorkload, Turns
 
     deadline = time.perf_counter() + seconds
-    turns = Turns(TrainedWorkload(shape, settings.device), settings.warmup, settings.iters)
+    turns = Turns(TrainedWorkload(shape, settings.device), settings.warmup, settings.iters, settings.in_a_row)
     waiting: list[tuple[str, int | None]] = [(name, None) for name in turns.by_hand]
     with tqdm(total=len(waiting) + settings.budgets + _MORE_TURNS, unit="turn", desc=f"{shape.seq:,} tokens") as bar:
         while waiting:

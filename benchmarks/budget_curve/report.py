@@ -33,6 +33,8 @@ _COLUMNS: dict[str, Column] = {
     "recomputed": ("recomputed_bytes", "MiB"),
     "ms": ("median_ms", ",.1f"),
     "over none": ("ratio", ".4f"),
+    "ms in a row": ("row_ms", ",.1f"),
+    "over none in a row": ("row_ratio", ".4f"),
     "best by hand that fits": "best",
     "over it": ("over_best", ".4f"),
     "predicted MiB: first": ("first_predicted_bytes", "MiB"),
@@ -59,8 +61,9 @@ def _measured(length: Record) -> list[Record]:
     found: dict[str, Record] = {}
     for turn in length["turns"]:
         if turn.get("step_ms"):
-            first = found.setdefault(turn["setting"], {**turn, "step_ms": []})
+            first = found.setdefault(turn["setting"], {**turn, "step_ms": [], "in_a_row_ms": []})
             first["step_ms"] = [*first["step_ms"], *turn["step_ms"]]
+            first["in_a_row_ms"] = [*first["in_a_row_ms"], *turn.get("in_a_row_ms", ())]
             first["held_bytes"] = max(first["held_bytes"], turn["held_bytes"])
     return list(found.values())
 
@@ -75,6 +78,9 @@ def _line(turn: Record, turns: Sequence[Record]) -> Record:
     none = next((other for other in turns if other["setting"] == "none"), None)
     if none is not None:
         line["ratio"] = _step_ms(turn) / _step_ms(none)
+    if none is not None and turn["in_a_row_ms"] and none["in_a_row_ms"]:
+        line["row_ms"] = statistics.median(turn["in_a_row_ms"])
+        line["row_ratio"] = line["row_ms"] / statistics.median(none["in_a_row_ms"])
     budget = turn["budget_bytes"] or 0
     fitting = [other for other in turns if other["budget_bytes"] is None and other["held_bytes"] <= budget]
     if best := min(fitting, key=_step_ms, default=None):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any, Final
 
 import torch
@@ -35,16 +36,26 @@ class TrainedWorkload(Workload):
         self._optimizer.step()
         return loss
 
+    def in_a_row_ms(self, attached: Attached, num_steps: int) -> float:
+        """Run steps without waiting for the device in between; return the milliseconds of each, on average."""
+        self.wait()
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            self.step(attached)
+        self.wait()
+        return (time.perf_counter() - begin) * 1e3 / num_steps
+
 
 class Turns:
     """Runs settings on one model, one after the other; `by_hand` are those of `TITLES` that can run here.
 
-    A setting by hand has `warmup` steps before the `iters` that are timed; a budget as many as it needs for a plan.
+    A setting by hand has `warmup` steps before the `iters` that are timed, and `in_a_row` after them, which are timed
+    together; a budget has as many before as it needs for a plan.
     """
 
-    def __init__(self, workload: Workload, warmup: int, iters: int) -> None:
+    def __init__(self, workload: TrainedWorkload, warmup: int, iters: int, in_a_row: int = 0) -> None:
         self._workload = workload
-        self._warmup, self._iters = warmup, iters
+        self._warmup, self._iters, self._in_a_row = warmup, iters, in_a_row
         self._config = OffloadConfig() if workload.is_cuda else OffloadConfig(min_tensor_bytes=0, directory="none")
         self._reference: Fingerprint | None = None
         self.by_hand = self._settings_by_hand()
@@ -102,6 +113,8 @@ class Turns:
         steps = [self._step(attached) for _ in range(self._iters)]
         record |= {"step_ms": [step["step_ms"] for step in steps]}
         record |= {"held_bytes": max(step["held_bytes"] for step in steps)}
+        if self._in_a_row:
+            record["in_a_row_ms"] = [self._workload.in_a_row_ms(attached, self._in_a_row)]
         if self._workload.is_cuda:
             record |= {"reserved_bytes": torch.cuda.max_memory_reserved()}
             record |= {"allocated_bytes": torch.cuda.max_memory_allocated()}
