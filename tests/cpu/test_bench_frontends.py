@@ -16,6 +16,7 @@ from tests.dist.programs import BENCHMARK, run_program
 # They make CUDA streams, or pin.
 NEED_GPU = {"te_v1", "verl", "verl_ckpt", "torchtune", "trl", "torch", "ckpt_torch", "parts_torch"}
 TINY = "--device cpu --tiny --layers 4 --budgets 2 --iters 1 --warmup 1".split()
+IN_A_ROW = "--in-a-row", "2"
 
 
 def test_front_ends_agree_to_the_last_bit(
@@ -48,7 +49,9 @@ def test_budgets_are_measured_beside_settings_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "curve.json", tmp_path / "curve.png"
-    (printed,) = run_program(BENCHMARK, "budget_curve", *TINY, "--json", str(file), "--markdown", cwd=tmp_path)
+    (printed,) = run_program(
+        BENCHMARK, "budget_curve", *TINY, *IN_A_ROW, "--json", str(file), "--markdown", cwd=tmp_path
+    )
     [length] = json.loads(file.read_text())["lengths"]
     turns = {turn["setting"]: turn for turn in length["turns"] if turn["budget_bytes"] is None}
     budgets = [turn for turn in length["turns"] if turn["budget_bytes"] is not None]
@@ -61,6 +64,12 @@ def test_budgets_are_measured_beside_settings_by_hand(tmp_path: Path) -> None:
         assert turn["steps_until_held"] >= 4 and turn["first_predicted_bytes"] and turn["host_ms"] > 0
     assert all(turn["parity"]["is_bitwise_equal"] for turn in length["turns"])
     assert "| best by hand that fits |" in printed.out
+    assert all(turn["in_a_row_ms"][0] > 0 for turn in length["turns"])
+    [columns, *_] = (line.split("|") for line in printed.out.splitlines() if line.startswith("| setting "))
+    place = [column.strip() for column in columns].index("over none in a row")
+    assert [line.split("|")[place].strip() for line in printed.out.splitlines() if line.startswith("| none ")] == [
+        "1.0000"
+    ]
     assert sum(turn["setting"] == "none" for turn in length["turns"]) == 4 and printed.out.count("\n| none ") == 1
     run_program(BENCHMARK, "budget_curve", "--draw", str(file), "--plot", str(picture), cwd=tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -171,7 +171,7 @@ def verified(share: float, *, at_floor: bool = False) -> tuple[Any, Verifier]:
 
 
 def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster() -> None:
-    for slower, is_changed in ((1.01, False), (1.1, True)):
+    for slower, is_changed in ((1.01, False), (1.035, False), (1.05, True), (1.1, True)):
         decider, verifier = verified(0.3)
         first = decider.chosen.best
         decider.chosen = decider.chosen._replace(best=first._replace(step_ms=slower * first.step_ms))

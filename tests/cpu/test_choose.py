@@ -178,8 +178,11 @@ def test_compute_is_slower_the_less_it_waits() -> None:
 def test_slower_compute_hides_more_of_the_copies(number: int, ratio: float) -> None:
     """A step that waited a little was thought to take 4% longer than it did, and a slower one was chosen."""
     (job, model), budget = one_rank(), budgets("one rank")[number]
-    best = Known(job, model, COSTS).choose(job.actions, budget).best
+    known = Known(job, model, COSTS)
+    best = known.choose(job.actions, budget).best
     assert best.stalled_ms > 0 and best.hidden_ms > 0
+    simulated = known._steps[job.actions]._outcomes
+    assert [decision for decision, slower in simulated if slower != 1.0] == [best.decision]  # and no other candidate
     slower = 1 + (ratio - 1) * best.busy
     expected_ms = Steps(scaled(job, slower), Link()).outcome(best.decision).milliseconds
     found = with_busy_ratio(best, 1.0, ratio)
