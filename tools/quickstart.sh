@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out/quickstart}
 steps=${STEPS:-4}
 case $steps in '' | 0 | *[!0-9]*) echo "quickstart: STEPS=$steps is no number of steps" >&2; exit 2 ;; esac
-budget=${BUDGET:-250MiB} # of saved tensors, as there is no GPU
+budget=${BUDGET:-190MiB} # of saved tensors, as there is no GPU
 budget_steps=$((steps > 6 ? steps : 6)) # of which four measure and one verifies
 python=${VENV:-.venv}/bin/python
 
@@ -37,7 +37,7 @@ pretrain() { # NAME STEPS [FLAGS]: one run; its metrics land in $out/NAME.jsonl
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
         --num-layers 8 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 16 --seq-length 256 \
         --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --disable-bias-linear \
-        --micro-batch-size 4 --global-batch-size 8 --train-iters "$steps" --seed 1234 \
+        --micro-batch-size 3 --global-batch-size 6 --train-iters "$steps" --seed 1234 \
         --lr-decay-iters "$budget_steps" --metrics-json "$out/$name.jsonl" "$@"
 }
 
