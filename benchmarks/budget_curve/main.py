@@ -52,7 +52,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         ("--layers", int, None, "of the model (12 at 4096 tokens, 4 at 32768)"),
         ("--budgets", positive, 5, "from the floor to no offload"),
         ("--iters", positive, 3, "timed steps of a turn"),
-        ("--in-a-row", int, 0, "more steps of a turn, timed together: the host is ahead of the device, as in training"),
+        (
+            "--in-a-row",
+            positive,
+            None,
+            "more steps of a turn, timed together: the host is ahead of the device, as in training",
+        ),
         ("--warmup", positive, 2, "steps before them, of settings by hand"),
         ("--seconds", float, 190.0, "no turn begins later, each length has its share; what was left out is said"),
         ("--json", Path, None, "write the results, after each turn"),

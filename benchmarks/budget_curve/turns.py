@@ -53,7 +53,7 @@ class Turns:
     together; a budget has as many before as it needs for a plan.
     """
 
-    def __init__(self, workload: TrainedWorkload, warmup: int, iters: int, in_a_row: int = 0) -> None:
+    def __init__(self, workload: TrainedWorkload, warmup: int, iters: int, in_a_row: int | None = None) -> None:
         self._workload = workload
         self._warmup, self._iters, self._in_a_row = warmup, iters, in_a_row
         self._config = OffloadConfig() if workload.is_cuda else OffloadConfig(min_tensor_bytes=0, directory="none")
