@@ -130,6 +130,13 @@ def test_the_commands_of_result_files_are_understood() -> None:
         settings.parse(flags.replace("RIVALS", ".").partition("  #")[0].split())
 
 
+def test_settings_by_hand_warm_up_as_long_as_the_budgets_beside_them() -> None:
+    parse = importlib.import_module("benchmarks.gpu.settings").parse
+    budgets = ["--contenders", "none", "--budget-curve", "1"]
+    assert parse([]).warmup < parse(budgets).warmup
+    assert parse([*budgets, "--warmup", "3"]).warmup == 3
+
+
 def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
