@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,6 +29,23 @@ def first_prediction(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = [step for step in planned if step["predicted_bytes"] == planned[0]["predicted_bytes"]]
     judged = first[-1] if first else {}
     return {f"first_{name}": judged.get(name) for name in ("predicted_bytes", "held_bytes")}
+
+
+def predicted_step_ms(turns: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the predicted time of a step, as steps are timed: on the slowest rank, and of all rounds the median.
+
+    None if a rank has decided nothing.
+
+    Args:
+        turns: of one budget, each with its "round", and "budget", which has "predicted_ms" once there is a decision.
+    """
+    rounds: dict[int, list[float | None]] = {}
+    for turn in turns:
+        rounds.setdefault(turn["round"], []).append(turn["budget"].get("predicted_ms"))
+    known = [[each for each in times if each is not None] for times in rounds.values()]
+    if any(len(some) < len(times) for some, times in zip(known, rounds.values(), strict=True)):
+        return None
+    return statistics.median(map(max, known))
 
 
 def spread(least: int, most: int, num: int) -> list[int]:

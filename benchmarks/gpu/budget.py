@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.budgets import decision_of, first_prediction, spread
+from benchmarks.budgets import decision_of, first_prediction, predicted_step_ms, spread
 from benchmarks.records import Records
 from benchmarks.tables import Column, Record, shown
 
@@ -17,7 +17,7 @@ from .settings import Entry
 
 _SETTLED = 3
 """From this planned step on none may hold more than its budget."""
-_DECIDED = ("predicted_bytes", "predicted_ms", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
+_DECIDED = ("predicted_bytes", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
 
 
 class Budget(Ours):
@@ -84,7 +84,7 @@ def budgets(summaries: Sequence[Record], records: Records) -> list[Record]:
 
 
 def _prediction(turns: Sequence[Record], worst: Record) -> Record:
-    """Return what was decided in the worst turn, and of all ranks and rounds the first prediction that was most off."""
+    """Return what was decided in the turn that held most; the first prediction and the time are of all of them."""
     details, limit = worst["budget"], worst["budget"]["gpu_budget"]
     planned = [[step for step in turn["budget"]["steps"] if step.get("predicted_bytes")] for turn in turns]
     late = [step["held_bytes"] for steps in planned for step in steps[_SETTLED - 1 :]]
@@ -96,6 +96,7 @@ def _prediction(turns: Sequence[Record], worst: Record) -> Record:
         **max(firsts, key=lambda first: abs((first["first_held_bytes"] or 0) - (first["first_predicted_bytes"] or 0))),
         "is_above": limit is not None and max([*map(held_bytes, turns), *late]) > limit,
         **{name: details.get(name) for name in names},  # none where no decision came
+        "predicted_ms": predicted_step_ms(turns),
     }
 
 

@@ -714,12 +714,14 @@ def test_an_arena_has_an_end_before_which_all_blocks_have_room(
     assert best.held_bytes == first.reserved_bytes + more
 
 
-def test_an_arena_has_room_however_far_ahead_the_host_is() -> None:
+@pytest.mark.parametrize("short", [0.0, 1.4, 2.5])
+def test_an_arena_has_room_however_far_ahead_the_host_is(short: float) -> None:
     """As far as the budget has room for it; what a step is thought to hold otherwise is what it lacks.
 
-    The replays are of a step that needs 1,000 MiB, or as many as are given for a lead; else it reserves 500 beside.
+    With a lead of 0 blocks are free at once. The replays are of a step that needs 1,000 MiB, or as many as are given
+    for a lead; else it reserves 500 beside.
     """
-    of_leads = {1.4: 1100, 2.5: 1200}
+    of_leads = {1.0: 1100, short: 1200}
 
     class Needs:
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
+from benchmarks.budgets import predicted_step_ms
 from megatron_patches import __main__ as launcher
 from megatron_patches import add_offload_arguments
 from megatron_patches._arguments import split_flags
@@ -135,6 +136,19 @@ def test_settings_by_hand_warm_up_as_long_as_the_budgets_beside_them() -> None:
     budgets = ["--contenders", "none", "--budget-curve", "1"]
     assert parse([]).warmup < parse(budgets).warmup
     assert parse([*budgets, "--warmup", "3"]).warmup == 3
+
+
+def test_a_predicted_time_is_that_of_the_slowest_rank() -> None:
+    """Stages of a pipeline predict their own; the rank that holds most need not be the slowest one."""
+
+    def turns(*predicted: tuple[float | None, ...]) -> list[dict[str, Any]]:
+        of_ranks = ((number, each) for number, times in enumerate(predicted) for each in times)
+        return [
+            {"round": number, "budget": {} if each is None else {"predicted_ms": each}} for number, each in of_ranks
+        ]
+
+    assert predicted_step_ms(turns((1355.0, 1319.0), (1314.0, 1360.0), (1350.0, 1300.0))) == 1355.0
+    assert predicted_step_ms(turns((1355.0, None))) is None
 
 
 def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(
