@@ -43,6 +43,7 @@ ALSO_COMPILED = (
     "planning/host_bytes.py",
     "planning/memory.py",
     "planning/moves.py",
+    "planning/other_bytes.py",
     "planning/performed.py",
     "planning/plan.py",
     "planning/planner.py",
@@ -63,7 +64,7 @@ ALSO_COMPILED = (
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 76
+NUM_COMPILED = 77
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.memory import MemoryModel, moment_of
+from offload_engine.planning.memory import MemoryModel
 from offload_engine.planning.moves import Boundary
+from offload_engine.planning.other_bytes import OtherBytes, moment_of
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 
@@ -81,8 +82,8 @@ def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary
         boundaries: of a step of these ranks, in order.
     """
     known = tuple(dict.fromkeys(at for boundary in boundaries for at in (boundary, moment_of(boundary))))
-    others = [model.other_bytes.get(at, _UNKNOWN) for at in known]
-    early = [-model.early_bytes[at] if at in model.early_bytes else _UNKNOWN for at in known]
+    others = [model.others.before.get(at, _UNKNOWN) for at in known]
+    early = [-model.others.early[at] if at in model.others.early else _UNKNOWN for at in known]
     # Where little moves less is wasted than here: by as little as on any rank.
     own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes, -model.floor_peak_bytes
     between, overhead, wasted, floor_peak, *rest = agree((*own, *others, *early))
@@ -93,8 +94,10 @@ def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary
         overhead_bytes=overhead,
         wasted_bytes=-wasted,
         floor_peak_bytes=-floor_peak,
-        other_bytes={at: n for at, n in zip(known, others, strict=True) if n != _UNKNOWN},
-        early_bytes={at: -n for at, n in zip(known, early, strict=True) if n != _UNKNOWN},
+        others=OtherBytes(
+            {at: n for at, n in zip(known, others, strict=True) if n != _UNKNOWN},
+            {at: -n for at, n in zip(known, early, strict=True) if n != _UNKNOWN},
+        ),
     )
 
 

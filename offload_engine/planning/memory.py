@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from offload_engine.planning.choices import Choice, Choices, slots_of
-from offload_engine.planning.moves import Boundary, BoundaryKind
+from offload_engine.planning.moves import Boundary
+from offload_engine.planning.other_bytes import Moment, OtherBytes, moment_of
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.residents import Residents, residents_of
 from offload_engine.planning.shapes import Bounds, Shapes
@@ -66,10 +67,6 @@ class MeasuredMemory(NamedTuple):
     """The part of these that the allocator reserves."""
 
 
-Moment = tuple[BoundaryKind, int, int]
-"""A boundary of any microbatch: kind, virtual stage, and index of the group."""
-
-
 @dataclass(frozen=True)
 class Job:
     """What one rank runs, and what it may keep."""
@@ -93,12 +90,8 @@ class Job:
 class MemoryModel:
     """Predicts the most bytes that a process holds on its device."""
 
-    other_bytes: Mapping[Boundary | Moment, int]
-    """Bytes of all else but groups before each boundary; and, for steps with other microbatches, before the same
-    boundary of any microbatch."""
-    early_bytes: Mapping[Boundary | Moment, int]
-    """How many bytes of groups were released early, because copy-outs were complete. Scaled by the bytes that leave.
-    Empty if that is random."""
+    others: OtherBytes
+    """Of all else but groups. Early releases are scaled by the bytes that leave."""
     floor_bytes: int
     """Bytes of the groups that leave when everything is offloaded."""
     floor_moved_bytes: int = 0
@@ -130,8 +123,7 @@ class MemoryModel:
 
     def room_bytes(self, budget_bytes: int) -> int:
         """Return how many bytes groups may have at any boundary within a budget for the whole process."""
-        most = max(self.other_bytes.values(), default=0)
-        return max(0, budget_bytes - most - self.overhead_bytes - self.correction_bytes)
+        return max(0, budget_bytes - self.others.most - self.overhead_bytes - self.correction_bytes)
 
     def held_with(self, residents: Residents, share: float, wasted_bytes: int | None = None) -> int:
         """Return the most bytes that the process holds.
@@ -147,7 +139,7 @@ class MemoryModel:
     def allocated_with(self, residents: Residents, share: float) -> int:
         """Return the most bytes that are allocated at once; see `held_with` for the arguments."""
         correction = round(self.correction_share(residents) * self.correction_bytes)
-        return max(self._peak(residents, share), self.between_bytes) + correction
+        return max(self.others.peak(residents, share), self.between_bytes) + correction
 
     def overhead_with(self, residents: Residents, wasted_bytes: int | None = None) -> int:
         """Return how many bytes the process holds besides its peak of allocated bytes.
@@ -167,12 +159,8 @@ class MemoryModel:
             return round(self.moving_share * self.wasted_bytes)
         if not self.is_pipeline:
             return round(_WASTED_KEEPING * self.wasted_bytes)
-        beyond = round(_WASTED_BEYOND * (self._peak(residents, 0.0) - self.floor_peak_bytes))
+        beyond = round(_WASTED_BEYOND * (self.others.peak(residents, 0.0) - self.floor_peak_bytes))
         return max(round(_WASTED_IN_PIPELINE * self.wasted_bytes), min(beyond, _MOST_WASTED * self.wasted_bytes))
-
-    def peak_boundary(self, residents: Mapping[Boundary, int]) -> Boundary | None:
-        """Return the boundary before which the peak is; None if nothing was measured."""
-        return max(residents, key=lambda boundary: self._peak_at(boundary, residents[boundary], 0.0), default=None)
 
     def hoping(self, wasted_bytes: int | None) -> MemoryModel:
         """Return a model by which steps that move something reserve as much in vain as one that was replayed."""
@@ -187,11 +175,7 @@ class MemoryModel:
             moved_bytes: copied out in such a step, if everything is offloaded.
         """
 
-        def of_any(found: Mapping[Boundary | Moment, int]) -> dict[Boundary | Moment, int]:
-            return {at: nbytes for at, nbytes in found.items() if not isinstance(at, Boundary)}
-
-        others, early = of_any(self.other_bytes), of_any(self.early_bytes)
-        return replace(self, other_bytes=others, early_bytes=early, floor_moved_bytes=moved_bytes)
+        return replace(self, others=self.others.of_any_microbatch(), floor_moved_bytes=moved_bytes)
 
     def corrected(self, excess: Excess) -> MemoryModel:
         """Return the model corrected by a step that took `excess` more than predicted."""
@@ -200,20 +184,6 @@ class MemoryModel:
             correction_bytes=self.correction_bytes + excess.allocated,
             overhead_bytes=self.overhead_bytes + excess.wasted,
         )
-
-    def _peak(self, residents: Residents, share: float) -> int:
-        return max((self._peak_at(b, nbytes, share) for b, nbytes in residents.before.items()), default=0)
-
-    def _peak_at(self, boundary: Boundary, nbytes: int, share: float) -> int:
-        at: Boundary | Moment = boundary if boundary in self.other_bytes else moment_of(boundary)
-        other = self.other_bytes.get(at)
-        return 0 if other is None else other + nbytes - round(share * self.early_bytes.get(at, 0))
-
-
-def moment_of(boundary: Boundary) -> Moment:
-    """Return the moment of a boundary, for any microbatch."""
-    kind, chunk, index = boundary
-    return kind, -1 if chunk is None else chunk.stage, index
 
 
 def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: bool) -> MemoryModel:
@@ -238,8 +208,7 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
     floor = leaving_bytes(job.shapes, Choices())
     followed = zip(job.actions, job.actions[1:], strict=False)
     return MemoryModel(
-        others,
-        early,
+        OtherBytes(others, early),
         floor,
         floor_moved_bytes=every.moved_bytes,
         between_bytes=measured.between_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from offload_engine.planning.moves import (
     BACKWARD,
@@ -27,7 +27,8 @@ from offload_engine.planning.shapes import Bounds, GroupShape, Shapes, largest_b
 from offload_engine.schedule import Action
 
 
-class Residents(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Residents:
     """Bytes of groups on the device, in one step."""
 
     before: dict[Boundary, int]

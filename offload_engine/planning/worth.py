@@ -58,7 +58,7 @@ def peak_costs(predictor: Predictor) -> dict[Slot, int]:
     steps = [predictor.steps.planned(decision) for decision in decisions]
     costs = dict.fromkeys(predictor.nbytes, 0)
     for step in steps:
-        peak = predictor.model.peak_boundary(step.residents.before)
+        peak = predictor.model.others.peak_boundary(step.residents.before)
         if peak is None:
             continue
         none, every = (groups_before(job.actions, job.shapes, job.bounds, each.plan, peak) for each in steps)

@@ -259,7 +259,7 @@ def test_it_is_held_after_five_steps_of_an_optimizer_that_measure_memory_at_ever
     assert job.controller.state is State.MEASURE
     floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
     assert job.steps(4).states == [floor, floor, measure, verify, verify, State.HOLD]
-    measured = job.controller.decider.known.model.other_bytes
+    measured = job.controller.decider.known.model.others.before
     for chunk in {action.chunk for action in job.actions(4)}:
         for index in range(2 * DEPTH):
             assert Boundary(COMMIT, chunk, index) in measured

@@ -31,10 +31,12 @@ from offload_engine.planning.choose import Chosen, choose, completed, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Excess, Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.moves import CHUNK_BACKWARD
+from offload_engine.planning.other_bytes import OtherBytes
 from offload_engine.planning.plan import validate_plan
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.predict import Costs, Prediction, Predictor, measured_busy_ratio, with_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption, evenly, first_layers, with_recomputation
+from offload_engine.planning.residents import Residents
 from offload_engine.planning.saved_plan import parse_saved
 from offload_engine.planning.shapes import GroupShape
 from offload_engine.planning.shortened import shortened
@@ -273,7 +275,9 @@ def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
             own = [option for option in recomputable if option.replaces <= choices.recomputed]
             alone = dataclasses.replace(job, shapes=with_recomputation(job.shapes, own)).within(room)
             plan = plan_step(alone.actions, alone.shapes, alone.bounds, choices=choices)
-            assert steps.planned(decision) == (alone, plan, alone.residents(choices))
+            planned = steps.planned(decision)
+            assert (planned.job, planned.plan) == (alone, plan)
+            assert dataclasses.astuple(planned.residents) == dataclasses.astuple(alone.residents(choices))
             rank = RankJob(alone.actions, alone.shapes, alone.bounds)
             [outcome] = simulate(PipelineJob((rank,), link), [plan], peak_host_bytes=host_bytes).ranks
             assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls)
@@ -412,7 +416,21 @@ def test_what_is_measured_when_a_boundary_comes_again_goes_to_the_next() -> None
     model = make_memory_model(
         job, MeasuredMemory((*measured, MeasuredBoundary(second, of_second, of_second)), 0, 0), is_early_certain=True
     )
-    assert model.other_bytes[first] == 5 and model.other_bytes[second] == 70
+    assert model.others.before[first] == 5 and model.others.before[second] == 70
+
+
+def test_a_peak_is_of_its_residents_and_of_the_early_releases_that_recur() -> None:
+    """Peaks that were asked for before are kept; steps that hold the same have their own, and so have other others."""
+    job, _ = one_rank()
+    residents = job.residents(Choices())
+    most_at = max(residents.before, key=lambda at: residents.before[at])
+    most = residents.before[most_at]
+    others: Any = dict.fromkeys(residents.before, 100)
+    found = OtherBytes(others, {most_at: 40}), OtherBytes(others, dict.fromkeys(others, 60))
+    for _ in range(2):
+        assert [each.peak(residents, 0.0) for each in found] == [most + 100] * 2
+        assert found[1].peak(residents, 0.5) == most + 70
+        assert found[0].peak(Residents({most_at: 7}, 7, 7), 0.5) == 87
 
 
 # -- the whole budget on the simulator's clocks -----------------------------------------------------------------------

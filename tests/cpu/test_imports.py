@@ -25,7 +25,8 @@ LAYERS = {
         _compat.tensor_reads _compat._tensor_reads _compat.reads _compat.own_hooks config planning.clocks
         planning.shapes planning.hardware planning.choices planning.saved_plan planning.copy_ins planning.plan
         planning.budget planning.chosen planning.releases planning.planner planning.recompute planning.residents
-        planning.memory _devices._cuda_calls _devices.regions _devices.base _devices.cuda_calls errors _observe
+        planning.other_bytes planning.memory _devices._cuda_calls _devices.regions _devices.base
+        _devices.cuda_calls errors _observe
         _observe.labels _observe.modules _observe.pace _observe.reasons _observe.record _observe.chrome_trace
         _observe.fold _observe.notes _observe.assemble _observe.pending _observe.report _observe.storages
         _observe.goals _observe.recorder rank_reports report _observe.waits _observe.observer

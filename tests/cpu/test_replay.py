@@ -46,6 +46,7 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job as PlannedJob
 from offload_engine.planning.memory import MemoryModel
 from offload_engine.planning.moves import GroupKey, parse_boundary, parse_group
+from offload_engine.planning.other_bytes import OtherBytes
 from offload_engine.planning.predict import Costs, Prediction
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.reduced import ReducedJob
@@ -635,7 +636,7 @@ def known_with(off: int = 0, **changes: Any) -> tuple[Known, int]:
     others_bytes = peak + off - sum(group.nbytes for shape in job.shapes for group in shape.groups)
     others: Any = dict.fromkeys(step_boundaries(job.actions, job.shapes), others_bytes)
     floor = job.residents(Choices()).moved_bytes
-    model = MemoryModel(others, {}, floor, floor, wasted_bytes=GIB, overhead_bytes=GIB)
+    model = MemoryModel(OtherBytes(others, {}), floor, floor, wasted_bytes=GIB, overhead_bytes=GIB)
     return Known(job, model, Costs(), 0.0, dataclasses.replace(step, **changes)), peak
 
 
