@@ -97,8 +97,11 @@ def _rehearse_rank(
         is_combined = overlaps_expert_comm(stage.config)
     full = _recomputed(job, hardware, link, rank, number)
     on_progress()
+    kept_way = _way("no offload", none, job.has_te)
+    if job.parallel.get("pipeline_model_parallel_size", 1) > 1:
+        kept_way = kept_way._replace(wasted_in_arena=none.wasted.in_large_arena)  # where nothing moves there is room
     ways = (
-        _way("no offload", none, job.has_te),
+        kept_way,
         _way(_name_of_offload(job), away, job.has_te)._replace(host_bytes=away.host_bytes),
         full,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from offload_engine.planning.replay import SPARE_SHARE, Replay, with_spare
+from offload_engine.planning.replay import SPARE_SHARE, SPARE_SHARE_WITH_LAGS, Replay, with_spare
 from offload_engine.planning.segments import Reserved, segment_bytes
 
 _OTHER_LEADS: Final = (0.0, 1.0, 1.4, 2.5)
@@ -14,10 +14,7 @@ _OTHER_LEADS: Final = (0.0, 1.0, 1.4, 2.5)
 of them lacked it, too. Those of a pipeline of MoE stages did with 0 alone: 2 of 12 arenas, once a step, 1 GiB.)"""
 _SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
 """Of an arena, in the order in which they are tried."""
-_SHARES_WITH_LAGS: Final = (1 / 32, 3 / 64, SPARE_SHARE, 1 / 128)
-"""The same where blocks are in use on other streams: each has its own lead, another one in each step. (16 arenas of MoE
-stages, replayed with 40 random leads for each block: 7 of 640 steps lacked room with a 64th to spare, 0 with a 32nd.)
-"""
+_SHARES_WITH_LAGS: Final = (SPARE_SHARE_WITH_LAGS, 3 / 64, SPARE_SHARE, 1 / 128)
 _LEAST_SHARE: Final = min(_SHARES_TO_SPARE)
 _MOST_LESS: Final = 1 / 32
 """Share of the usual arena by which a smaller one is worth trying."""

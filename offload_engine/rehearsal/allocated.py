@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload_engine.planning.replay import ENDLESS, with_spare
+from offload_engine.planning.replay import ENDLESS, SPARE_SHARE, SPARE_SHARE_WITH_LAGS, with_spare
 from offload_engine.planning.segments import Block, SegmentAllocator, rounded
 
 
@@ -27,6 +27,8 @@ class Wasted(NamedTuple):
     nbytes: int
     in_arena: int
     """If an arena is reserved before each step, as under a budget."""
+    in_large_arena: int
+    """If that has as much to spare as arenas of pipelines have where there is room."""
 
 
 class AllocatedBytes:
@@ -56,8 +58,9 @@ class AllocatedBytes:
         """Return what is reserved beside a peak of allocated bytes: of the arena, what was used and some to spare."""
         arena = self.in_arena
         assert arena is not None
-        with_arena = arena.reserved_bytes - ENDLESS + with_spare(arena.arena_bytes)
-        return Wasted(self.segments.reserved_bytes - peak_bytes, with_arena - peak_bytes)
+        others = arena.reserved_bytes - ENDLESS - peak_bytes
+        spared = (others + with_spare(arena.arena_bytes, share) for share in (SPARE_SHARE, SPARE_SHARE_WITH_LAGS))
+        return Wasted(self.segments.reserved_bytes - peak_bytes, *spared)
 
     def reserve_arena(self) -> None:
         """Count from now on also what is reserved if all that is allocated next has room in an arena."""

@@ -126,8 +126,8 @@ def test_an_arena_has_room_for_what_separate_segments_have_not() -> None:
         note(32 * MIB)
         note(96 * MIB)
         assert allocated.peak_bytes == 160 * MIB
-    # The larger block has the smaller one's place in the arena, of which a 64th is spare, in steps of 2 MiB.
-    assert allocated.wasted_beside(allocated.peak_bytes) == (32 * MIB, 2 * MIB) and weights.numel()
+    # The larger block has the smaller one's place in the arena, of which a 64th is spare, or a 32nd, in steps of 2 MiB.
+    assert allocated.wasted_beside(allocated.peak_bytes) == (32 * MIB, 2 * MIB, 4 * MIB) and weights.numel()
 
 
 # What GPUs have shown, from docs/results/2026-11-23_h200.md: MiB allocated, and ms of a step of all ranks; without
