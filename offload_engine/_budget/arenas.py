@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from offload_engine.planning.replay import SPARE_SHARE, SPARE_SHARE_WITH_LAGS, Replay, with_spare
-from offload_engine.planning.segments import Reserved, segment_bytes
+from offload_engine.planning.replay import Replay
+from offload_engine.planning.segments import SPARE_SHARE, SPARE_SHARE_WITH_LAGS, Reserved, segment_bytes, with_spare
 
 _OTHER_LEADS: Final = (0.0, 1.0, 1.4, 2.5)
 """How far the host may be ahead in other steps of the same decision; see `LEAD`. With 0 no other stream delays a free.

@@ -14,8 +14,8 @@ from offload_engine.planning.choose import Chosen
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Prediction, Predictor
 from offload_engine.planning.recompute import cheapest_first, recomputing
-from offload_engine.planning.replay import Replay, with_spare
-from offload_engine.planning.segments import Reserved
+from offload_engine.planning.replay import Replay
+from offload_engine.planning.segments import Reserved, with_spare
 from offload_engine.planning.steps import Decision
 from offload_engine.sizes import short_size
 

@@ -18,7 +18,7 @@ from offload_engine.planning.performed import AFTER_EVENT, AFTER_MOVES, EVENT, M
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
-from offload_engine.planning.segments import Reserved, is_small_block, segment_bytes
+from offload_engine.planning.segments import Reserved, is_small_block, with_spare
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
 
@@ -28,13 +28,6 @@ farther ahead. (In a pipeline on H200s, what was received from another stage: 1.
 steps used no more of their arenas than replayed with 1.7 and a 64th to spare; with 1.4 five did, by up to 171 MiB.)"""
 ENDLESS: Final = 1 << 46
 """Bytes of an arena in which all that could be allocated has room."""
-SPARE_SHARE: Final = 1 / 64
-"""Share of what is used of such an arena by which one with an end is larger: at its end blocks have less room."""
-SPARE_SHARE_WITH_LAGS: Final = 1 / 32
-"""The same, if the budget has room for it, where blocks are in use on other streams, as in pipelines: each has its own
-lead, another one in each step. (16 arenas of MoE stages, replayed with 40 random leads for each block: 7 of 640 steps
-lacked room with a 64th to spare, none with a 32nd.)"""
-
 _UNFOUND_SHARE: Final = 1 / 256
 _UNFOUND_BYTES: Final = 1 << 20
 """Of what a recomputed module still saves, so much need not be found; a share of what it saves otherwise, if that is
@@ -85,11 +78,6 @@ class Replay:
         arena = with_spare(large.arena_bytes) if arena_bytes is None else arena_bytes
         reserved, peak = large.reserved_bytes - given + arena, large.peak_bytes
         return Reserved(reserved + step.small.reserved_bytes, peak + step.small.peak_bytes, large.arena_bytes)
-
-
-def with_spare(nbytes: int, share: float = SPARE_SHARE) -> int:
-    """Return how large an arena is that has some to spare, beside the bytes that are used of it."""
-    return segment_bytes(round((1 + share) * nbytes))
 
 
 class _MovedStep:

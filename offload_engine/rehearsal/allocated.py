@@ -10,8 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-from offload_engine.planning.replay import ENDLESS, SPARE_SHARE, SPARE_SHARE_WITH_LAGS, with_spare
-from offload_engine.planning.segments import Block, SegmentAllocator, rounded
+from offload_engine.planning.replay import ENDLESS
+from offload_engine.planning.segments import (
+    SPARE_SHARE,
+    SPARE_SHARE_WITH_LAGS,
+    Block,
+    SegmentAllocator,
+    rounded,
+    with_spare,
+)
 
 
 class _Alive(NamedTuple):

@@ -50,8 +50,8 @@ from offload_engine.planning.other_bytes import OtherBytes
 from offload_engine.planning.predict import Costs, Prediction
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.reduced import ReducedJob
-from offload_engine.planning.replay import LEAD, Replay, with_spare
-from offload_engine.planning.segments import Block, Reserved, Segment, segment_bytes
+from offload_engine.planning.replay import LEAD, Replay
+from offload_engine.planning.segments import Block, Reserved, Segment, segment_bytes, with_spare
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
 from offload_engine.planning.shortened import shortened_record
 from offload_engine.planning.steps import Decision, Steps
