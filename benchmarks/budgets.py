@@ -39,13 +39,13 @@ def predicted_step_ms(turns: Sequence[Mapping[str, Any]]) -> float | None:
     Args:
         turns: of one budget, each with its "round", and "budget", which has "predicted_ms" once there is a decision.
     """
-    rounds: dict[int, list[float | None]] = {}
+    rounds: dict[int, list[float]] = {}
     for turn in turns:
-        rounds.setdefault(turn["round"], []).append(turn["budget"].get("predicted_ms"))
-    known = [[each for each in times if each is not None] for times in rounds.values()]
-    if any(len(some) < len(times) for some, times in zip(known, rounds.values(), strict=True)):
-        return None
-    return statistics.median(map(max, known))
+        milliseconds = turn["budget"].get("predicted_ms")
+        if milliseconds is None:
+            return None
+        rounds.setdefault(turn["round"], []).append(milliseconds)
+    return statistics.median(map(max, rounds.values()))
 
 
 def spread(least: int, most: int, num: int) -> list[int]:

@@ -11,7 +11,7 @@ from offload_engine.planning.segments import SPARE_SHARE, SPARE_SHARE_WITH_LAGS,
 _OTHER_LEADS: Final = (0.0, 1.0, 1.4, 2.5)
 """How far the host may be ahead in other steps of the same decision; see `LEAD`. With 0 no other stream delays a free.
 (In pipelines on H200s some steps reserved a segment beside an arena that had room with `LEAD`. With one of these each
-of them lacked it, too. Those of a pipeline of MoE stages did with 0 alone: 2 of 12 arenas, once a step, 1 GiB.)"""
+of them lacked it, too; of twelve arenas of MoE stages, two only with 0, 1 GiB each.)"""
 _SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
 """Of an arena, in the order in which they are tried."""
 _SHARES_WITH_LAGS: Final = (SPARE_SHARE_WITH_LAGS, 3 / 64, SPARE_SHARE, 1 / 128)

@@ -27,7 +27,7 @@ from offload_engine.planning.shapes import Bounds, GroupShape, Shapes, largest_b
 from offload_engine.schedule import Action
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # by identity it is a key, whatever it has
 class Residents:
     """Bytes of groups on the device, in one step."""
 

@@ -420,7 +420,7 @@ def test_what_is_measured_when_a_boundary_comes_again_goes_to_the_next() -> None
 
 
 def test_a_peak_is_of_its_residents_and_of_the_early_releases_that_recur() -> None:
-    """Peaks that were asked for before are kept; steps that hold the same have their own, and so have other others."""
+    """Peaks that were asked for before are kept: each of its step, its share, and all else that is on the device."""
     job, _ = one_rank()
     residents = job.residents(Choices())
     most_at = max(residents.before, key=lambda at: residents.before[at])
