@@ -45,6 +45,7 @@ ALSO_COMPILED = (
     "planning/moves.py",
     "planning/other_bytes.py",
     "planning/performed.py",
+    "planning/pipeline.py",
     "planning/plan.py",
     "planning/planner.py",
     "planning/predict.py",
@@ -64,7 +65,7 @@ ALSO_COMPILED = (
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 77
+NUM_COMPILED = 78
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 

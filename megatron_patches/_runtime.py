@@ -362,13 +362,18 @@ class ModelRuntime:
         check_weights_stay_whole(step.config)
         check_inputs_stay_whole(step.config)
         check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
-        place = (0, 1) if step.pipeline is None else (step.pipeline.rank(), step.pipeline.size())
+        place = _place(step)
         config = settings.engine
         if settings.gpu_budget is not None:
             config = config.replace(gpu_budget=budget_bytes(settings.gpu_budget))
         if settings.rank_delta_bytes:
             config = config.replace(kept_bytes=place[0] * settings.rank_delta_bytes)
         return OffloadEngine(config, meter=self._meter, pipeline=place, logs_first_step=False)
+
+
+def _place(step: Step) -> tuple[int, int]:
+    """Return the rank of this process in its pipeline, and the number of ranks there."""
+    return (0, 1) if step.pipeline is None else (step.pipeline.rank(), step.pipeline.size())
 
 
 def _put_hooks(engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
@@ -401,7 +406,7 @@ def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -
     if engine.budget is None:
         return None
     decider = engine.budget.decider
-    decider.join(tuple if peers.is_alone else peers.largest_of_stage, peers.largest_of_all)
+    decider.join(tuple if peers.is_alone else peers.largest_of_stage, peers.largest_of_all, _place(step))
     if not settings.may_recompute:
         return None
     recomputation = RecomputeOptions(step.chunks, drop_parts(settings.modules)[0], decider.runs.begin)

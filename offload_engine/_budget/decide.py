@@ -24,6 +24,7 @@ from offload_engine._budget.learn import learned
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.module_runs import ModuleRuns
+from offload_engine._budget.stages import Stages
 from offload_engine._budget.taken import TakenPlan, take
 from offload_engine._devices.base import MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
@@ -33,7 +34,8 @@ from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.choose import Chosen, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Excess, Job
-from offload_engine.planning.predict import Costs, Prediction, measured_busy_ratio
+from offload_engine.planning.pipeline import RankWork
+from offload_engine.planning.predict import Costs, measured_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
@@ -66,6 +68,7 @@ class Decider:
         agree_all: the same over all ranks that wait for each other in a step, until all have decided for the first
             time; None: these are the ranks of `agree`.
         start_together: called right before the link is measured, when all ranks are ready.
+        stages: times steps in a pipeline.
         find_options: returns what the model can recompute, given the shapes of its chunks.
         apply: called with each decision between two steps, to make the model recompute what was chosen.
         chosen: the decision in force, and its alternatives; None before the first.
@@ -81,6 +84,7 @@ class Decider:
         self.budget_bytes: int = budget_bytes
         self.agree: Agree = tuple
         self.agree_all: Agree | None = None
+        self.stages: Stages = Stages()
         self.start_together: Callable[[], None] = lambda: None
         self.find_options: Callable[[Shapes], tuple[RecomputeOption, ...]] = lambda shapes: ()
         self.apply: Callable[[Choices], None] = lambda choices: None
@@ -92,7 +96,8 @@ class Decider:
         self._policy = policy
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
-        self._is_checked = self._has_given_up = self._is_pipeline = False
+        self._is_checked = self._has_given_up = False
+        self._busy_ratio: float | None = None  # as measured last, or expected; None: there was no step
         self._left_bytes = 0  # beside the guard: a margin common to all ranks, whatever one has decided alone
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
         self.actions: tuple[Action, ...] = ()
@@ -134,14 +139,15 @@ class Decider:
             return None if self._taken is None else self._taken.saved
         return SavedPlan(allowance_of(self.chosen, self._shapes(), self.actions), self.chosen.best.held_bytes)
 
-    def join(self, agree: Agree, agree_all: Agree) -> None:
+    def join(self, agree: Agree, agree_all: Agree, place: tuple[int, int] = (0, 1)) -> None:
         """Decide together with other ranks, within the smallest budget of those that decide alike. Each rank calls it.
 
         Args:
             agree: see `Decider`.
             agree_all: see `Decider`.
+            place: rank and number of ranks of the pipeline.
         """
-        self.agree, self.agree_all = agree, agree_all
+        self.agree, self.agree_all, self.stages = agree, agree_all, Stages(*place)
         [negative] = agree((-self.budget_bytes,))
         self.budget_bytes = -negative
 
@@ -188,8 +194,10 @@ class Decider:
         link = agreed_link(self.agree, _measured_link(self._context, job.shapes, meet, self.start_together))
         options = agreed_options(self.agree, self.find_options(job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
-        self._is_pipeline |= meet is self.agree_all and not are_alike(meet, f"{actions}")  # stages run other ones
-        costs = Costs(link, options=options, floor_ms=floor_ms, waited_ms=waited_ms if self._is_pipeline else None)
+        costs = Costs(
+            link, options=options, floor_ms=floor_ms, waited_ms=waited_ms if self.stages.is_pipeline else None
+        )
+        self._busy_ratio = self._busy_ratio or self._context.device.busy_ratio
         self.know(Known(job, model, costs, varied_share, recorded), round(_WASTED_SHARE * wasted))
         return True
 
@@ -242,21 +250,24 @@ class Decider:
         """Correct the times by a step of the decision in force. The decision stays; all predictions change."""
         known = self.known
         assert self.chosen is not None and known is not None
-        found = known.refit(self.chosen, self.actions, measured_ms)
-        if found is not None:
-            self.chosen, self._decisions = found, {self.actions: found}
-        before, most = self.chosen.busy_ratio, self.chosen.most_busy_ratio
-        ratio = measured_busy_ratio(self.chosen.best, before, measured_ms, most)
-        known.costs = dataclasses.replace(known.costs, busy_ratio=ratio)
+        work = work_of(self, self.chosen)
+        ratio = self.stages.busy_ratio(measured_ms, self.chosen, work)
+        if ratio is None:
+            found = known.refit(self.chosen, self.actions, measured_ms)
+            if found is not None:
+                self.chosen, self._decisions = found, {self.actions: found}
+            before, most = self.chosen.busy_ratio, self.chosen.most_busy_ratio
+            ratio = measured_busy_ratio(self.chosen.best, before, measured_ms, most)
+        self._busy_ratio, known.costs = ratio, dataclasses.replace(known.costs, busy_ratio=ratio)
         self._decisions = {actions: retimed(each, ratio) for actions, each in self._decisions.items()}
-        self.chosen = self._decisions[self.actions]
+        self.chosen = timed(self, self._decisions[self.actions])
 
     def reconsider(self) -> Allowance | None:
         """Decide again by corrected times; None if that saves too little for two more steps of verifying."""
         if self.chosen is None:
             return None
-        found = self._choose(self.actions, None, is_alone=False)
-        if not _may_replace(found.best, self.chosen.best, self._is_pipeline):
+        found = timed(self, _choose(self, self.actions, None, is_alone=False))
+        if not _may_replace(found, self.chosen, self.stages.is_pipeline):
             return None
         self.chosen = self._decisions[self.actions] = found
         return allowance_of(found, self._shapes(), self.actions)
@@ -278,8 +289,10 @@ class Decider:
         if found is None:
             is_alone &= not self.is_alone
             recomputed = recomputed_by(self.chosen) if is_alone else None
-            found = self._decisions[self.actions] = self._choose(self.actions, recomputed, is_alone)
-        self.chosen = found
+            found = _choose(self, self.actions, recomputed, is_alone)
+            found = found if self._busy_ratio is None else retimed(found, self._busy_ratio)
+            self._decisions[self.actions] = found
+        self.chosen = timed(self, found)
         return allowance_of(found, self._shapes(), self.actions)
 
     def is_decided(self, actions: tuple[Action, ...]) -> bool:
@@ -288,18 +301,6 @@ class Decider:
 
     def _shapes(self) -> Shapes:
         return () if self.known is None else self.known.job.shapes
-
-    def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None, is_alone: bool) -> Chosen:
-        known, guards = self.known, (self.guard_bytes, self._left_bytes)
-        assert known is not None
-        agree = None if is_alone or not _know_alike(self) else self.agree
-        try:
-            return known.choose(actions, self.budget_bytes, *guards, recomputed=recomputed, agree=agree)
-        except BudgetError as error:
-            if self.chosen is None and self._taken is None:
-                raise
-            logger.warning("%s", error)
-            return known.choose(actions, self.budget_bytes, recomputed=recomputed, must_fit=False)
 
 
 def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_together: Callable[[], None]) -> Link:
@@ -311,6 +312,22 @@ def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_
     return measure_link(context.device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
 
 
+def _choose(
+    decider: Decider, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None, is_alone: bool
+) -> Chosen:
+    """Choose for steps with these actions; a first decision raises if the budget is below the floor."""
+    known, guards = decider.known, (decider.guard_bytes, decider._left_bytes)
+    assert known is not None
+    agree = None if is_alone or not _know_alike(decider) else decider.agree
+    try:
+        return known.choose(actions, decider.budget_bytes, *guards, recomputed=recomputed, agree=agree)
+    except BudgetError as error:
+        if decider.saved is None:
+            raise
+        logger.warning("%s", error)
+        return known.choose(actions, decider.budget_bytes, recomputed=recomputed, must_fit=False)
+
+
 def _know_alike(decider: Decider) -> bool:
     """Return whether the ranks that decide alike have all they decide by in common: one may have corrected it alone."""
     known = decider.known
@@ -320,10 +337,23 @@ def _know_alike(decider: Decider) -> bool:
     return are_alike(decider.agree, f"{own}")
 
 
-def _may_replace(found: Prediction, best: Prediction, is_pipeline: bool) -> bool:
-    """Return whether a step is worth the change. In a pipeline, blocks of other stages last in an arena."""
-    outgrows = is_pipeline and (found.arena_bytes or 0) > (best.arena_bytes or 0)
-    return not outgrows and found.step_ms <= _WORTH_A_CHANGE * best.step_ms
+def timed(decider: Decider, chosen: Chosen) -> Chosen:
+    """Return a choice for the actions in force with its time in the pipeline, if that is known."""
+    return decider.stages.timed(chosen, work_of(decider, chosen))
+
+
+def work_of(decider: Decider, chosen: Chosen) -> RankWork | None:
+    """Return what this rank does by a choice; None if it is not for steps like the measured one."""
+    known = decider.known
+    if known is None or decider.actions != known.job.actions:
+        return None
+    return known.work(chosen.best.decision, chosen.best.busy)
+
+
+def _may_replace(found: Chosen, chosen: Chosen, is_pipeline: bool) -> bool:
+    """Return whether a choice is worth the change. In a pipeline, blocks of other stages last in an arena."""
+    outgrows = is_pipeline and (found.best.arena_bytes or 0) > (chosen.best.arena_bytes or 0)
+    return not outgrows and found.step_ms <= _WORTH_A_CHANGE * chosen.step_ms
 
 
 def correct_chosen(decider: Decider, excess: Excess) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from offload_engine._budget.decide import Decider
+from offload_engine._budget.agreement import Agree
+from offload_engine._budget.decide import Decider, timed
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance
+from offload_engine.planning.steps import Decision
 
 _NS: Final = 1e6
 """Of a millisecond."""
@@ -25,25 +27,26 @@ def decide_first(decider: Decider) -> Allowance:
     except BudgetError:
         meet((1, 0, 0))
         raise
-    has_failed, measured_ns, decided_ns = meet((0, *_work_ns(decider)))
+    has_failed, longest, floor_ns = meet((0, *_size_of_step(decider)))
     if has_failed:
         decider.chosen = None
         raise BudgetError("gpu_budget is below what a step takes on another rank, which says by how much")
-    if measured_ns:
-        _follow_slowest(decider, decided_ns / measured_ns)
+    if decider.stages.is_pipeline and meet is decider.agree_all:
+        _meet_stages(decider, meet, longest, floor_ns / _NS)
     return allowance
 
 
-def _work_ns(decider: Decider) -> tuple[int, int]:
-    """Return how long this rank is at work in the measured step, and in one as decided; 0 in no pipeline."""
-    assert decider.known is not None and decider.chosen is not None
-    measured_ms, decided_ms = decider.known.work_ms(decider.chosen) or (0.0, 0.0)
-    return round(_NS * measured_ms), round(_NS * decided_ms)
+def _size_of_step(decider: Decider) -> tuple[int, int]:
+    """Return the number of actions of the measured step, and its time in ns."""
+    assert decider.known is not None
+    return len(decider.known.job.actions), round(_NS * (decider.known.costs.floor_ms or 0.0))
 
 
-def _follow_slowest(decider: Decider, share: float) -> None:
-    """Predict a share of the measured step: all stages of a pipeline wait for the slowest one."""
+def _meet_stages(decider: Decider, meet: Agree, longest: int, floor_ms: float) -> None:
+    """Tell the other stages of the pipeline what this one does: all of them wait for the slowest."""
     known, chosen = decider.known, decider.chosen
     assert known is not None and chosen is not None
-    if known.costs.floor_ms is not None:
-        decider.chosen = chosen._replace(pipeline_ms=share * known.costs.floor_ms)
+    measured, decided = known.work(Decision(), 0.0), known.work(chosen.best.decision, chosen.best.busy)
+    assert measured is not None and decided is not None
+    decider.stages.meet(meet, measured, decided, longest, floor_ms)
+    decider.chosen = timed(decider, chosen)

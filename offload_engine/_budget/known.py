@@ -22,6 +22,7 @@ from offload_engine.planning.choose import (
 )
 from offload_engine.planning.fitted import fit
 from offload_engine.planning.memory import Excess, Job, MemoryModel
+from offload_engine.planning.pipeline import RankWork
 from offload_engine.planning.predict import (
     Costs,
     Prediction,
@@ -192,18 +193,24 @@ class Known:
         self.costs = costs
         return refitted(chosen, Predictor(self.job, self.model, self.costs, steps))
 
-    def work_ms(self, chosen: Chosen) -> tuple[float, float] | None:
-        """Return how long this rank computes and waits for copies in the measured step, and in one of a choice for it.
+    def work(self, decision: Decision, busy: float) -> RankWork | None:
+        """Return what this rank does in each action of a step like the measured one.
 
         None if it is not known how much of a step it waits for other ranks.
+
+        Args:
+            decision: about the step.
+            busy: see `Prediction.busy`.
         """
         floor_ms, waited_ms = self.costs.floor_ms, self.costs.waited_ms
         if floor_ms is None or waited_ms is None:
             return None
         steps = self._steps_of(self.job.actions)
-        floor = steps.outcome(Decision())
-        fitted = fit(floor, floor_ms, waited_ms)
-        return fitted.work_ms(floor), fitted.work_ms(steps.outcome(chosen.best.decision))
+        share = fit(steps.outcome(Decision()), floor_ms, waited_ms).stall_share
+        times = steps.outcome(decision).of_actions
+        compute = tuple(each.milliseconds - each.stalled_ms for each in times)
+        waited = tuple(share * each.stalled_ms for each in times)
+        return RankWork(self.job.actions, compute, waited, busy)
 
     def _costs_of(self, steps: Steps) -> Costs:
         """Return the costs in these steps: the time of the floor was measured with the actions of one step."""

@@ -54,7 +54,8 @@ def with_times(shapes: Shapes, intervals: Sequence[Interval], waits: Iterable[Wa
         while position < len(waited) and waited[position][0] < interval.end_ms:
             milliseconds -= waited[position][1] - waited[position][0]
             position += 1
-        if interval.ends_at.kind in (LAUNCH, HELD, TAIL):
+        kind = interval.ends_at.kind
+        if kind in (LAUNCH, HELD, TAIL) or (kind is HEAD and before.kind is HEAD):  # the head may begin in two modules
             carried = milliseconds
             continue
         part = _part_between(before, interval.ends_at, shapes)

@@ -160,6 +160,9 @@ class Device(Protocol):
     graphs: DeviceGraphs | None
     """Knows about captures of CUDA graphs; None: the device has none."""
 
+    busy_ratio: float
+    """How many times as long compute takes if it never waits for copies, before that is measured; see `Costs`."""
+
     def new_stream(self, name: str) -> Stream:
         """Make a copy stream: a queue whose work runs in the order of issue, concurrently with the compute stream."""
 

@@ -51,6 +51,8 @@ class Clocks:
         self.host: float = 0.0
         self.stalled: dict[str, float] = {}
         """How long compute has waited for copies, by the label of the wait."""
+        self.stalled_ms: float = 0.0
+        """The sum of these."""
         self.spans: list[Span] = []
         self._link = link
         self._copy_out = self._copy_in = 0.0
@@ -67,6 +69,7 @@ class Clocks:
         """Make compute wait for a copy that completes at `until`."""
         if until > self.compute:
             self.stalled[label] = self.stalled.get(label, 0.0) + until - self.compute
+            self.stalled_ms += until - self.compute
             self._draw("wait", self.compute, until, label)
             self.compute = until
 

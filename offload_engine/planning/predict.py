@@ -18,7 +18,7 @@ from offload_engine.planning.slowed import MOST_SLOWER, factor_of, slowed_ms, sl
 from offload_engine.planning.steps import Decision, Outcome, Steps
 
 _LEAST_BUSY: Final = 1 / 8
-_LEAST_BUSY_RATIO: Final = 0.75
+LEAST_BUSY_RATIO: Final = 0.75
 """The most that clock rates can explain. Anything beyond has another cause, in one step."""
 
 
@@ -282,7 +282,7 @@ def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: floa
         return before
     slower = slower_of(_unslowed_ms(prediction, before), prediction.hidden_ms, measured_ms)
     ratio = 1.0 + (slower - 1.0) / prediction.busy
-    return min(max(ratio, _LEAST_BUSY_RATIO), most)
+    return min(max(ratio, LEAST_BUSY_RATIO), most)
 
 
 K = TypeVar("K")

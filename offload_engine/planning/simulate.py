@@ -55,6 +55,14 @@ class PipelineJob:
     link: Link = field(default_factory=Link)
 
 
+class ActionTime(NamedTuple):
+    """How long a rank is at work in one action, in ms; waits for other ranks do not count."""
+
+    milliseconds: float
+    stalled_ms: float
+    """Of these, how long compute waits for copies."""
+
+
 class RankOutcome(NamedTuple):
     """One rank's step."""
 
@@ -65,6 +73,8 @@ class RankOutcome(NamedTuple):
     counters: Counters
     spans: list[Span]
     """The timeline, in the order of the host."""
+    of_actions: tuple[ActionTime, ...] = ()
+    """The times of each action, in order."""
 
     @property
     def stalled_ms(self) -> float:
@@ -125,13 +135,15 @@ class _Rank:
         self._num_ranks = len(job.ranks)
         self._last_stage = sum(len(other.shapes) for other in job.ranks) - 1
         self._clocks = Clocks(job.link, is_drawn)
+        self._of_actions: list[ActionTime] = []
         host.begin_step(self._clocks)
         self._executor = SimulatedExecutor(plan, self._job.shapes, self._job.bounds, self._clocks, host)
 
     @property
     def outcome(self) -> RankOutcome:
         clocks = self._clocks
-        return RankOutcome(clocks.compute, clocks.stalled, self._executor.counters, clocks.spans)
+        counters, times = self._executor.counters, tuple(self._of_actions)
+        return RankOutcome(clocks.compute, clocks.stalled, counters, clocks.spans, times)
 
     def run(self, over: _Over) -> Iterator[bool]:
         """Run all actions; yields while another rank has to continue first."""
@@ -143,9 +155,11 @@ class _Rank:
                 while before not in over:
                     yield True
                 self._clocks.receive(over[before])
+            began, stalled = self._clocks.compute, self._clocks.stalled_ms
             for boundary in boundaries:
                 self._run_to(boundary)
             over[action.kind, stage, microbatch] = self._clocks.compute
+            self._of_actions.append(ActionTime(self._clocks.compute - began, self._clocks.stalled_ms - stalled))
         self._executor.at(Boundary(ITERATION_END))
 
     def _run_to(self, boundary: Boundary) -> None:

@@ -14,7 +14,7 @@ from offload_engine.planning.planner import plan_step
 from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.residents import Residents, residents_of
 from offload_engine.planning.shapes import step_boundaries
-from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
+from offload_engine.planning.simulate import ActionTime, PipelineJob, RankJob, RankOutcome, simulate
 
 
 class Decision(NamedTuple):
@@ -40,7 +40,8 @@ class Outcome:
 
     milliseconds: float
     stalls: dict[str, float]
-    """See `RankOutcome`."""
+    """See `RankOutcome`, like the next one."""
+    of_actions: tuple[ActionTime, ...] = ()
 
     @property
     def stalled_ms(self) -> float:
@@ -101,11 +102,11 @@ class Steps:
         floor = Decision(), 1.0
         if floor not in self._outcomes:
             rank = self._simulated(*floor, 0)
-            self._outcomes[floor] = Outcome(rank.milliseconds, rank.stalls)
+            self._outcomes[floor] = Outcome(rank.milliseconds, rank.stalls, rank.of_actions)
             self._peak_host_bytes = rank.counters.peak_host_bytes
         if (decision, slower) not in self._outcomes:
             rank = self._simulated(decision, slower, self._peak_host_bytes)
-            self._outcomes[decision, slower] = Outcome(rank.milliseconds, rank.stalls)
+            self._outcomes[decision, slower] = Outcome(rank.milliseconds, rank.stalls, rank.of_actions)
         return self._outcomes[decision, slower]
 
     def _simulated(self, decision: Decision, slower: float, peak_host_bytes: int) -> RankOutcome:

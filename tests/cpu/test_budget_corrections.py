@@ -14,6 +14,7 @@ from offload_engine._budget.decide import _WASTED_SHARE, Decider, excess_of
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.hold import HoldWatch
 from offload_engine._budget.known import Known
+from offload_engine._budget.stages import Stages
 from offload_engine._budget.verify import Verifier
 from offload_engine.planning.choose import choose
 from offload_engine.planning.memory import Excess
@@ -183,7 +184,7 @@ def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster(
 def test_in_a_pipeline_no_decision_with_a_larger_arena_replaces_another_for_its_time() -> None:
     for is_pipeline, arena_bytes, is_changed in ((True, 64, False), (True, 128, True), (False, 64, True)):
         decider, verifier = verified(0.3)
-        decider._is_pipeline, first = is_pipeline, decider.chosen.best
+        decider.stages, first = Stages(0, 1 + is_pipeline), decider.chosen.best
         decider.known._steps_of(decider.actions).arena_bytes[first.decision] = 128
         slow = first._replace(step_ms=1.1 * first.step_ms, arena_bytes=arena_bytes)
         decider.chosen = decider.chosen._replace(best=slow)

@@ -280,7 +280,7 @@ def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
             assert dataclasses.astuple(planned.residents) == dataclasses.astuple(alone.residents(choices))
             rank = RankJob(alone.actions, alone.shapes, alone.bounds)
             [outcome] = simulate(PipelineJob((rank,), link), [plan], peak_host_bytes=host_bytes).ranks
-            assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls)
+            assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls, outcome.of_actions)
             host_bytes = host_bytes or outcome.counters.peak_host_bytes  # as the step with all offloaded has lent
 
 
@@ -670,7 +670,7 @@ def decided_together(pipeline: PipelineJob, share: float) -> list[Decider]:
         ends = choose(job, model, 1 << 50, costs)
         budget = ends.floor.held_bytes + round(share * (ends.top.held_bytes - ends.floor.held_bytes))
         decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
-        decider.agree_all = partial(meeting.agree, number)
+        decider.join(tuple, partial(meeting.agree, number), (number, len(pipeline.ranks)))
         decider.know(Known(job, model, costs), 0)
         deciders.append(decider)
     with ThreadPoolExecutor(len(deciders)) as threads:
@@ -695,10 +695,10 @@ def test_first_predictions_of_a_pipeline_are_those_of_all_its_ranks(virtual: int
     truth_ms = simulate(decided, [each.plan for each in planned]).milliseconds
     for decider in deciders:
         chosen = present(decider.chosen)
-        assert chosen.step_ms == pytest.approx(truth_ms, rel=0.06)
+        assert chosen.step_ms == pytest.approx(truth_ms, rel=0.015)
         assert chosen.floor.step_ms == pytest.approx(present(present(decider.known).costs.floor_ms))
-        decider.correct_time(truth_ms)  # of this rank from now on
-        assert present(decider.chosen).step_ms == present(decider.chosen).best.step_ms
+        decider.correct_time(1.02 * truth_ms)
+        assert present(decider.chosen).step_ms == pytest.approx(1.02 * truth_ms, rel=0.001)
 
 
 # -- steps of many microbatches ---------------------------------------------------------------------------------------

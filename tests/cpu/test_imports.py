@@ -34,8 +34,8 @@ LAYERS = {
         _devices.cuda_routine _devices.host_memory _devices.file_slab _devices.memory_slab _devices.node_share
         _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices _host
         _host.try_lock _host.unawaited _host.extents planning.host_bytes planning.simulated planning.simulate
-        planning.slowed planning.steps planning.reduced planning.performed planning.replay planning.fitted
-        planning.predict planning.worth planning.by_name planning.choose planning.shortened
+        planning.slowed planning.pipeline planning.steps planning.reduced planning.performed planning.replay
+        planning.fitted planning.predict planning.worth planning.by_name planning.choose planning.shortened
         _host.slabs _host.pool _host.leases _saved _saved.places _saved.storage _saved.alloc_streams
         _saved.failures _saved.retirement _saved.counters _saved.handles _saved.unpacked _saved.eligibility
         _saved.quantized _saved.transfers _captured _captured.graphs _captured.saves _captured.share
@@ -47,8 +47,8 @@ LAYERS = {
         _budget.module_runs _budget.optimizers group_boundaries chunk _budget.last_step _budget.margin
         _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times
         _budget.idleness _budget.floor _budget.garbage _budget.hold_times _budget.arenas _budget.replayed_choice
-        _budget.known _budget.learn _budget.taken _budget.decide _budget.first _budget.in_force _budget.hold
-        _budget.verify _budget.view _budget.controller engine_view identities functions graph_captures
+        _budget.known _budget.learn _budget.taken _budget.stages _budget.decide _budget.first _budget.in_force
+        _budget.hold _budget.verify _budget.view _budget.controller engine_view identities functions graph_captures
         engine
         plan_files rehearsal rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures
         rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast

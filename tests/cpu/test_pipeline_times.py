@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a pipeline, timed by what each of its ranks does."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from offload_engine._budget.measure import Interval
+from offload_engine._budget.stages import Stages
+from offload_engine._budget.times import with_times
+from offload_engine.planning.choose import Chosen
+from offload_engine.planning.moves import CHUNK_BACKWARD, COMMIT, FORWARD, FORWARD_END, HEAD, LOSS_DONE, Boundary
+from offload_engine.planning.pipeline import Pipeline, RankWork
+from offload_engine.planning.plan import make_plan
+from offload_engine.planning.predict import Prediction
+from offload_engine.planning.shapes import ChunkShape, GroupShape
+from offload_engine.planning.simulate import PipelineJob, Simulation, simulate
+from offload_engine.planning.steps import Decision
+from offload_engine.schedule import ChunkKey
+from tests.cpu.test_choose import Meeting
+from tests.dense_jobs import ALL, dense_job, simulate_planned
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+def works_of(job: PipelineJob, step: Simulation, busy: float = 0.0) -> tuple[RankWork, ...]:
+    works = []
+    for rank, outcome in zip(job.ranks, step.ranks, strict=True):
+        compute = tuple(each.milliseconds - each.stalled_ms for each in outcome.of_actions)
+        works.append(RankWork(rank.actions, compute, tuple(each.stalled_ms for each in outcome.of_actions), busy))
+    return tuple(works)
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), LAYOUTS)
+def test_a_step_takes_as_long_as_its_ranks_need_for_their_actions(pipeline: int, virtual: int) -> None:
+    job = dense_job(ALL, pipeline=pipeline, virtual=virtual)
+    still, moving = simulate(job, [make_plan([])] * pipeline), simulate_planned(job)
+    for step in (still, moving):
+        works = works_of(job, step)
+        assert Pipeline(works).step_ms() == pytest.approx(step.milliseconds)
+        assert Pipeline(works, 7.0).step_ms() == pytest.approx(step.milliseconds + 7)
+    alone = max(sum(work.milliseconds(1.0)) for work in works_of(job, still))
+    assert pipeline == 1 or still.milliseconds > 1.05 * alone
+
+
+def test_compute_of_busy_ranks_takes_longer_by_the_ratio() -> None:
+    job = dense_job(ALL)
+    step = simulate(job, [make_plan([])] * 2)
+    pipeline = Pipeline(works_of(job, step, busy=1.0))
+    assert pipeline.step_ms(1.1) == pytest.approx(1.1 * step.milliseconds)
+    assert Pipeline(works_of(job, step, busy=0.5)).step_ms(1.1) == pytest.approx(1.05 * step.milliseconds)
+    for ratio in (0.9, 1.0, 1.08):
+        assert pipeline.busy_ratio(ratio * step.milliseconds, 0.75, 1.2) == pytest.approx(ratio, abs=1e-4)
+    assert pipeline.busy_ratio(2 * step.milliseconds, 0.75, 1.2) == pytest.approx(1.2, abs=1e-4)
+
+
+def test_ranks_that_wait_for_each_other_for_ever_have_no_time() -> None:
+    works = works_of(job := dense_job(ALL, virtual=1), simulate_planned(job))
+    with pytest.raises(ValueError, match="wait for each other"):
+        Pipeline(backwards_first(works)).step_ms()
+
+
+def backwards_first(works: tuple[RankWork, ...]) -> tuple[RankWork, ...]:
+    first, *others = works
+    return first._replace(actions=tuple(sorted(first.actions, key=lambda action: action.kind))), *others
+
+
+def chosen_of(best_ms: float = 1.0) -> Chosen:
+    best = Prediction(Decision(), 1, 1, best_ms, {}, {}, {}, {}, 0)
+    return Chosen(best, best, best, (), most_busy_ratio=1.2)
+
+
+def stages_of(works: tuple[RankWork, ...], floor_ms: float) -> list[Stages]:
+    """Return the stages of all ranks, which have met: they do as in the measured step, at twice the speed."""
+    meeting, num = Meeting(len(works)), len(works)
+    stages = [Stages(rank, num) for rank in range(num)]
+    longest = max(len(work.actions) for work in works)
+
+    def meet(rank: int) -> None:
+        fast = works[rank]._replace(compute_ms=tuple(ms / 2 for ms in works[rank].compute_ms))
+        stages[rank].meet(partial(meeting.agree, rank), works[rank], fast, longest, floor_ms)
+
+    with ThreadPoolExecutor(num) as threads:
+        list(threads.map(meet, range(num)))
+    return stages
+
+
+def test_stages_tell_each_other_what_they_do() -> None:
+    job = dense_job(ALL, pipeline=4)
+    step = simulate(job, [make_plan([])] * 4)
+    works = works_of(job, step, busy=1.0)
+    for rank, stages in enumerate(stages_of(works, step.milliseconds + 5)):
+        fast = works[rank]._replace(compute_ms=tuple(ms / 2 for ms in works[rank].compute_ms))
+        assert stages.timed(chosen_of(), fast).step_ms == pytest.approx(step.milliseconds / 2 + 5, abs=1e-3)
+        assert stages.busy_ratio(1.1 * step.milliseconds / 2 + 5, chosen_of(), fast) == pytest.approx(1.1, abs=1e-4)
+        slow = stages.timed(chosen_of(), works[rank]).step_ms
+        assert step.milliseconds / 2 + 5 < slow < step.milliseconds + 5, "the others are at twice the speed"
+
+
+def test_steps_with_other_actions_are_not_timed_in_the_pipeline() -> None:
+    works = works_of(job := dense_job(ALL), step := simulate_planned(job))
+    stages, other = stages_of(works, step.milliseconds)[0], dense_job(ALL, num_microbatches=6)
+    others = works_of(other, simulate_planned(other))
+    assert stages.timed(chosen_of(), works[0]).pipeline_ms is not None
+    assert stages.timed(chosen_of(), others[0]) == stages.timed(chosen_of(), None) == chosen_of()
+    assert stages.busy_ratio(1.0, chosen_of(), others[0]) is None
+    assert Stages(0, 2).timed(chosen_of(), works[0]) == chosen_of(), "they have not met"
+
+
+def test_stages_of_no_schedule_are_timed_alone(caplog: pytest.LogCaptureFixture) -> None:
+    works = works_of(job := dense_job(ALL, virtual=1), step := simulate_planned(job))
+    caplog.set_level("INFO", "offload_engine")
+    for stages, work in zip(stages_of(backwards_first(works), step.milliseconds), backwards_first(works), strict=True):
+        assert stages.timed(chosen_of(), work) == chosen_of()
+    assert "as if this stage were the only one" in caplog.text
+
+
+def test_a_head_that_begins_in_two_modules_is_timed_as_a_whole() -> None:
+    """Its time would be that of one module, or of none."""
+    chunk, other = ChunkKey(0, 0), ChunkKey(0, 1)
+    shape = ChunkShape((GroupShape("mlp", 0, 1),), has_head=True)
+    kinds = ((FORWARD, 1.0), (COMMIT, 5.0), (HEAD, 2.0), (HEAD, 3.0), (FORWARD_END, 0.5), (CHUNK_BACKWARD, 0.25))
+    intervals, end = [], 0.0
+    for key in (chunk, other):
+        for kind, ms in (*kinds, (LOSS_DONE, 4.0)):
+            boundary = Boundary(kind, key, 0 if kind is COMMIT else -1)
+            intervals.append(Interval(boundary, end, end := end + ms))
+    [found] = with_times((shape,), intervals, ())
+    assert (found.rest_ms, found.head_ms, found.head_backward_ms) == (2.0, 3.5, 4.0)
+    assert [group.forward_ms for group in found.groups] == [5.0]
