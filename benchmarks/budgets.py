@@ -20,28 +20,32 @@ def decision_of(budget: Any) -> dict[str, Any]:
 def first_prediction(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what the first plan predicted, and what the step held that judged it: the last before another prediction.
 
-    The first step with a plan fills an empty allocator, and may have groups that no plan knew.
+    The first step with a plan fills an empty allocator, and may have groups that no plan knew. The time is that before
+    any of these steps corrected it.
 
     Args:
-        steps: of a budget that begins; those that were planned have "predicted_bytes", and all "held_bytes".
+        steps: of a budget that begins; those that were planned have "predicted_bytes" and "predicted_ms", and all
+            "held_bytes".
     """
     planned = [step for step in steps if step.get("predicted_bytes") is not None]
     first = [step for step in planned if step["predicted_bytes"] == planned[0]["predicted_bytes"]]
     judged = first[-1] if first else {}
-    return {f"first_{name}": judged.get(name) for name in ("predicted_bytes", "held_bytes")}
+    found = {f"first_{name}": judged.get(name) for name in ("predicted_bytes", "held_bytes")}
+    return found | {"first_predicted_ms": planned[0].get("predicted_ms") if planned else None}
 
 
-def predicted_step_ms(turns: Sequence[Mapping[str, Any]]) -> float | None:
+def predicted_step_ms(turns: Sequence[Mapping[str, Any]], name: str = "predicted_ms") -> float | None:
     """Return the predicted time of a step, as steps are timed: on the slowest rank, and of all rounds the median.
 
     None if a rank has decided nothing.
 
     Args:
-        turns: of one budget, each with its "round", and "budget", which has "predicted_ms" once there is a decision.
+        turns: of one budget, each with its "round", and "budget", which has `name` once there is a decision.
+        name: of a prediction.
     """
     rounds: dict[int, list[float]] = {}
     for turn in turns:
-        milliseconds = turn["budget"].get("predicted_ms")
+        milliseconds = turn["budget"].get(name)
         if milliseconds is None:
             return None
         rounds.setdefault(turn["round"], []).append(milliseconds)

@@ -40,6 +40,7 @@ _COLUMNS: dict[str, Column] = {
     "predicted MiB: first": ("first_predicted_bytes", "MiB"),
     "its step held": ("first_held_bytes", "MiB"),
     "last": ("predicted_bytes", "MiB"),
+    "predicted ms: first": ("first_predicted_ms", ",.1f"),
     "predicted ms": ("predicted_ms", ",.1f"),
     "steps": ("steps_until_held", ""),
     "host ms": ("host_ms", ",.0f"),

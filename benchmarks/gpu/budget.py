@@ -37,7 +37,7 @@ class Budget(Ours):
         budget = self._engine().budget
         planning = {"planning_ms": budget.planning_ms, "planning_steps": budget.num_planning_steps}
         own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps}
-        return {"budget": {**own, **planning, **decision_of(budget)}}
+        return {"budget": {**own, **first_prediction(self._steps), **planning, **decision_of(budget)}}
 
 
 def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
@@ -96,7 +96,7 @@ def _prediction(turns: Sequence[Record], worst: Record) -> Record:
         **max(firsts, key=lambda first: abs((first["first_held_bytes"] or 0) - (first["first_predicted_bytes"] or 0))),
         "is_above": limit is not None and max([*map(held_bytes, turns), *late]) > limit,
         **{name: details.get(name) for name in names},  # none where no decision came
-        "predicted_ms": predicted_step_ms(turns),
+        **{name: predicted_step_ms(turns, name) for name in ("first_predicted_ms", "predicted_ms")},
     }
 
 
@@ -108,6 +108,7 @@ BUDGETS: dict[str, Column] = {
     "predicted": ("predicted_bytes", "MiB"),
     "held": ("held_bytes", "MiB"),
     "above": "is_above",
+    "predicted ms first": ("first_predicted_ms", ",.1f"),
     "predicted ms": ("predicted_ms", ",.1f"),
     "ms": ("step_ms", ",.1f"),
     "over none": ("ratio", ".4f"),

@@ -35,7 +35,7 @@ from offload_engine.planning.choose import Chosen, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Excess, Job
 from offload_engine.planning.pipeline import RankWork
-from offload_engine.planning.predict import Costs, measured_busy_ratio
+from offload_engine.planning.predict import Costs, Prediction, measured_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
@@ -340,6 +340,17 @@ def _know_alike(decider: Decider) -> bool:
 def timed(decider: Decider, chosen: Chosen) -> Chosen:
     """Return a choice for the actions in force with its time in the pipeline, if that is known."""
     return decider.stages.timed(chosen, work_of(decider, chosen))
+
+
+def step_ms_of(decider: Decider, prediction: Prediction) -> float:
+    """Return how long a step takes that could be decided instead; in a pipeline, with alike decisions of all stages."""
+    chosen = decider.chosen
+    assert chosen is not None
+    saved_ms, most_ms = (chosen.floor.step_ms - each.step_ms for each in (prediction, chosen.best))
+    share = min(1.0, max(0.0, saved_ms / most_ms)) if most_ms > 0 else 1.0
+    work = work_of(decider, chosen._replace(best=prediction))
+    milliseconds = decider.stages.milliseconds(work, chosen.busy_ratio, share)
+    return prediction.step_ms if milliseconds is None else milliseconds
 
 
 def work_of(decider: Decider, chosen: Chosen) -> RankWork | None:

@@ -35,6 +35,7 @@ class Stages:
         self.is_pipeline: bool = num_ranks > 1
         self._rank = rank
         self._num_ranks = num_ranks
+        self._measured: Pipeline | None = None  # both as exchanged, or neither
         self._pipeline: Pipeline | None = None
 
     def meet(self, meet: Agree, measured: RankWork, decided: RankWork, longest: int, floor_ms: float) -> None:
@@ -53,12 +54,13 @@ class Stages:
         numbers[size * self._rank : size * self._rank + len(own)] = own
         found = meet(tuple(numbers))
         works = [_works_of(found[size * rank : size * (rank + 1)]) for rank in range(self._num_ranks)]
+        before, after = (Pipeline(ranks) for ranks in zip(*works, strict=True))
         try:
-            rest_ms = floor_ms - Pipeline(tuple(before for before, _ in works)).step_ms()
+            rest_ms = max(0.0, floor_ms - before.step_ms())
         except ValueError as error:
             logger.info("offload budget: steps are timed as if this stage were the only one: %s", error)
             return
-        self._pipeline = Pipeline(tuple(after for _, after in works), max(0.0, rest_ms))
+        self._measured, self._pipeline = before._replace(rest_ms=rest_ms), after._replace(rest_ms=rest_ms)
 
     def timed(self, chosen: Chosen, work: RankWork | None) -> Chosen:
         """Return a choice with its time in the pipeline, if that is known.
@@ -69,6 +71,21 @@ class Stages:
         """
         pipeline = self._with(work)
         return chosen if pipeline is None else chosen._replace(pipeline_ms=pipeline.step_ms(chosen.busy_ratio))
+
+    def milliseconds(self, work: RankWork | None, busy_ratio: float, share: float) -> float | None:
+        """Return how long a step takes in which the other stages do a share of what they decided; None: not known.
+
+        Args:
+            work: of this rank in it; None: not known.
+            busy_ratio: see `Costs`.
+            share: of the way from the measured step to the one that was decided.
+        """
+        decided = self._with(work)
+        if decided is None or work is None or self._measured is None:
+            return None
+        ranks = zip(self._measured.ranks, decided.ranks, strict=True)
+        between = decided._replace(ranks=tuple(before.towards(after, share) for before, after in ranks))
+        return between.with_rank(self._rank, work).step_ms(busy_ratio)
 
     def busy_ratio(self, measured_ms: float, chosen: Chosen, work: RankWork | None) -> float | None:
         """Return the ratio with which a step is predicted as long as measured, or nearly; see `Costs`.

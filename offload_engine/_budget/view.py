@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from offload_engine._budget.decide import Decider
+from offload_engine._budget.decide import Decider, step_ms_of
 from offload_engine._budget.hold_times import HoldTimes
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.shortage import MemoryParts, shortage_text
@@ -77,7 +77,7 @@ class BudgetView:
         chosen, known = self.decider.chosen, self.decider.known
         if chosen is None or known is None:
             return []
-        return [(each.held_bytes, each.step_ms) for each in known.curve(chosen, self.decider.actions)]
+        return [(each.held_bytes, step_ms_of(self.decider, each)) for each in known.curve(chosen, self.decider.actions)]
 
     def report(self) -> str:
         """Return the table of the decision; empty before there is one."""

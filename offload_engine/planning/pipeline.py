@@ -30,6 +30,14 @@ class RankWork(NamedTuple):
         slower = factor_of(busy_ratio, self.busy)
         return [slower * ms + waited for ms, waited in zip(self.compute_ms, self.waited_ms, strict=True)]
 
+    def towards(self, other: RankWork, share: float) -> RankWork:
+        """Return the work that is this share of the way from here to `other`, which has the same actions."""
+        compute, waited = (
+            tuple(before + share * (after - before) for before, after in zip(*times, strict=True))
+            for times in ((self.compute_ms, other.compute_ms), (self.waited_ms, other.waited_ms))
+        )
+        return RankWork(self.actions, compute, waited, self.busy + share * (other.busy - self.busy))
+
 
 class Pipeline(NamedTuple):
     """What all ranks of a pipeline do in a step, in order of the ranks."""

@@ -100,6 +100,19 @@ def test_stages_tell_each_other_what_they_do() -> None:
         assert step.milliseconds / 2 + 5 < slow < step.milliseconds + 5, "the others are at twice the speed"
 
 
+def test_what_other_stages_do_is_between_the_measured_step_and_the_decided_one() -> None:
+    """Else a curve would begin with one stage that offloads everything beside others that do not."""
+    job = dense_job(ALL, pipeline=4)
+    step = simulate(job, [make_plan([])] * 4)
+    works = works_of(job, step)
+    for rank, stages in enumerate(stages_of(works, step.milliseconds + 5)):
+        fast = works[rank]._replace(compute_ms=tuple(ms / 2 for ms in works[rank].compute_ms))
+        for share, own in ((0.0, works[rank]), (0.5, works[rank].towards(fast, 0.5)), (1.0, fast)):
+            expected = (1 - share / 2) * step.milliseconds + 5
+            assert stages.milliseconds(own, 1.0, share) == pytest.approx(expected, abs=1e-3)
+        assert stages.milliseconds(None, 1.0, 1.0) is None
+
+
 def test_steps_with_other_actions_are_not_timed_in_the_pipeline() -> None:
     works = works_of(job := dense_job(ALL), step := simulate_planned(job))
     stages, other = stages_of(works, step.milliseconds)[0], dense_job(ALL, num_microbatches=6)
