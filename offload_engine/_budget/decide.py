@@ -190,15 +190,15 @@ class Decider:
         if shapes is None or cannot:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
-        job, model, wasted, recorded, waited_ms = learned(job, recorder, gauge, self.agree, self._is_early_certain)
-        link = agreed_link(self.agree, _measured_link(self._context, job.shapes, meet, self.start_together))
-        options = agreed_options(self.agree, self.find_options(job.shapes))
+        found = learned(job, recorder, gauge, self.agree, self._is_early_certain)
+        link = agreed_link(self.agree, _measured_link(self._context, found.job.shapes, meet, self.start_together))
+        options = agreed_options(self.agree, self.find_options(found.job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
-        costs = Costs(
-            link, options=options, floor_ms=floor_ms, waited_ms=waited_ms if self.stages.is_pipeline else None
-        )
+        waited_ms = found.waited_ms if self.stages.is_pipeline else None
+        costs = Costs(link, options=options, floor_ms=floor_ms, waited_ms=waited_ms)
         self._busy_ratio = self._busy_ratio or self._context.device.busy_ratio
-        self.know(Known(job, model, costs, varied_share, recorded), round(_WASTED_SHARE * wasted))
+        known = Known(found.job, found.model, costs, varied_share, found.recorded, found.took_ms)
+        self.know(known, round(_WASTED_SHARE * found.wasted_bytes))
         return True
 
     def know(self, known: Known, guard_bytes: int) -> None:

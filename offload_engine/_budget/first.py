@@ -9,7 +9,6 @@ from offload_engine._budget.agreement import Agree
 from offload_engine._budget.decide import Decider, timed
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance
-from offload_engine.planning.steps import Decision
 
 _NS: Final = 1e6
 """Of a millisecond."""
@@ -46,7 +45,7 @@ def _meet_stages(decider: Decider, meet: Agree, longest: int, floor_ms: float) -
     """Tell the other stages of the pipeline what this one does: all of them wait for the slowest."""
     known, chosen = decider.known, decider.chosen
     assert known is not None and chosen is not None
-    measured, decided = known.work(Decision(), 0.0), known.work(chosen.best.decision, chosen.best.busy)
-    assert measured is not None and decided is not None
-    decider.stages.meet(meet, measured, decided, longest, floor_ms)
+    decided = known.work(chosen.best.decision, chosen.best.busy)
+    assert known.took_ms is not None and decided is not None
+    decider.stages.meet(meet, known.took_ms, decided, longest, floor_ms)
     decider.chosen = timed(decider, chosen)

@@ -47,12 +47,14 @@ class Known:
         costs: costs of moves, with the time of that step.
         varied_share: share of the groups' bytes on the device by which steps with one decision may differ.
         recorded: allocations of the measured step, from which those of other steps are replayed; None: not known.
+        took_ms: how long each of its actions took; None: not known.
 
     Attributes:
         job: see the argument.
         model: corrected by the memory of later steps.
         costs: corrected by the times of later steps.
         varied_share: see the argument.
+        took_ms: see the argument.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Known:
         costs: Costs,
         varied_share: float = 0.0,
         recorded: RecordedStep | None = None,
+        took_ms: tuple[float, ...] | None = None,
     ) -> None:
         self.job: Job = job
         self.model: MemoryModel = model
         self.costs: Costs = costs
         self.varied_share: float = varied_share
+        self.took_ms: tuple[float, ...] | None = took_ms
         self._recorded = recorded
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
         self._few: dict[tuple[Action, ...], Steps] = {}  # shortened, by the actions of the whole step

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from offload_engine._budget.agreement import Agree, agreed_job, agreed_model
 from offload_engine._budget.garbage import no_collections
 from offload_engine._budget.measure import MeasuringRecorder
-from offload_engine._budget.times import with_times
+from offload_engine._budget.times import action_times, timed_parts, with_times
 from offload_engine._devices.base import MemoryGauge
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
@@ -32,6 +32,8 @@ class Learned(NamedTuple):
     """None if a rank could not record its allocations."""
     waited_ms: float
     """How long compute waited for copies."""
+    took_ms: tuple[float, ...]
+    """How long each of its actions took."""
 
 
 @no_collections()
@@ -51,7 +53,9 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     overhead, wasted = max(0, gauge.held_bytes() - peak), max(0, gauge.held_bytes() - gauge.outside_bytes() - peak)
     waits = recorder.waits()
     recorder.close()
-    job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, recorder.intervals(), waits)))
+    timed = timed_parts(job.shapes, recorder.intervals(), waits)
+    job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, timed)))
+    took_us = agree(tuple(round(_US * ms) for ms in action_times(job.actions, timed)))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     model = make_memory_model(job, memory, is_early_certain=is_early_certain)
     whole = recorder.allocations()
@@ -64,4 +68,5 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     if recorded is not None:
         recorded.most_events, recorded.has_lags = most_events, bool(some_have_lags)
     model = agreed_model(agree, model, step_boundaries(job.actions, job.shapes))
-    return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US)
+    took_ms = tuple(each / _US for each in took_us)
+    return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US, took_ms)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -26,6 +26,9 @@ from offload_engine.planning.moves import (
 )
 from offload_engine.schedule import Action, ChunkKey
 
+_NS: Final = 1e6
+"""Of a millisecond."""
+
 
 class Interval(NamedTuple):
     """Work of compute between two boundaries, in ms of device time since the step began."""
@@ -33,6 +36,20 @@ class Interval(NamedTuple):
     ends_at: Boundary
     begin_ms: float
     end_ms: float
+    lag_ms: float = float("inf")
+    """How far the device was behind the host at its end."""
+    engine_ms: float = 0.0
+    """Host time in it that the engine took to move and to measure."""
+
+
+class _Mark(NamedTuple):
+    """A boundary as the host came to it."""
+
+    boundary: Boundary
+    mark: TimeMark
+    host_ns: int
+    engine_ns: int
+    """Host time of the engine since the mark before."""
 
 
 class MeasuringRecorder(Recorder):
@@ -49,7 +66,9 @@ class MeasuringRecorder(Recorder):
     def __init__(self, device: Device, gauge: MemoryGauge) -> None:
         super().__init__(device)
         self._gauge = gauge
-        self._marks: list[tuple[Boundary, TimeMark]] = []
+        self._marks: list[_Mark] = []
+        self._engine_ns = 0
+        self._entered_ns: int | None = None  # when the engine came to the running boundary
         self._measured: list[MeasuredBoundary] = []
         self._backward: dict[ChunkKey | None, int] = {}  # the group that the backward of each chunk has reached
         self._peak_bytes = 0
@@ -66,19 +85,24 @@ class MeasuringRecorder(Recorder):
         elif kind is BACKWARD_END:  # the engine does not say of which group
             index = self._backward.get(chunk, index)
         boundary = Boundary(kind, self._boundary.chunk, index)
-        self._marks.append((boundary, self._device.mark_time(self._device.current_stream())))
+        mark, self._entered_ns = self._device.mark_time(self._device.current_stream()), self._clock()
+        self._marks.append(_Mark(boundary, mark, self._entered_ns, self._engine_ns))
+        self._engine_ns = 0
         self.allocation_notes.note_boundary(boundary)
         self._peak_bytes = self._gauge.peak_bytes()
 
     def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:
         """See `Recorder`; called after `note_boundary`, before the moves."""
         super().note_counters(resident_bytes, inflight_bytes, host_bytes)
-        self._measured.append(MeasuredBoundary(self._marks[-1][0], self._peak_bytes, resident_bytes))
+        self._measured.append(MeasuredBoundary(self._marks[-1].boundary, self._peak_bytes, resident_bytes))
 
     def note_moved(self) -> None:
         """See `Recorder`; from here on, compute reaches another peak."""
         self.allocation_notes.note_moved()
         self._gauge.reset()
+        if self._entered_ns is not None:
+            self._engine_ns += self._clock() - self._entered_ns
+            self._entered_ns = None
 
     def note_saved(
         self,
@@ -89,9 +113,11 @@ class MeasuringRecorder(Recorder):
         reason: Reason | None = None,
     ) -> None:
         """See `Recorder`."""
+        began_ns = self._clock()
         super().note_saved(tensor, group, storage=storage, reason=reason)
         if storage is not None:
             self.allocation_notes.note_saved(tensor, group, storage)
+        self._engine_ns += self._clock() - began_ns
 
     def note_residency(self, storage: ObservedStorage, to: enum.Enum | str) -> None:
         """See `Recorder`."""
@@ -110,7 +136,7 @@ class MeasuringRecorder(Recorder):
     def actions(self) -> list[Action]:
         """Return the forwards and backwards that have run, in order."""
         found: dict[Action, None] = {}
-        for (kind, chunk, _), _ in self._marks:
+        for (kind, chunk, _), *_ in self._marks:
             if chunk is not None and kind is FORWARD:
                 found[Action("F", chunk)] = None
             elif chunk is not None and kind in (CHUNK_BACKWARD, LOSS_DONE, BACKWARD):
@@ -120,8 +146,8 @@ class MeasuringRecorder(Recorder):
     def intervals(self) -> list[Interval]:
         """Return the times between boundaries; blocks until the device has passed the last one."""
         found, begin = [], 0.0
-        for boundary, mark in self._marks:
+        for boundary, mark, host_ns, engine_ns in self._marks:
             end = self._origin.device_ms(mark)
-            found.append(Interval(boundary, begin, end))
+            found.append(Interval(boundary, begin, end, end - self._origin.host_ms(host_ns), engine_ns / _NS))
             begin = end
         return found

@@ -38,18 +38,18 @@ class Stages:
         self._measured: Pipeline | None = None  # both as exchanged, or neither
         self._pipeline: Pipeline | None = None
 
-    def meet(self, meet: Agree, measured: RankWork, decided: RankWork, longest: int, floor_ms: float) -> None:
+    def meet(self, meet: Agree, took_ms: tuple[float, ...], decided: RankWork, longest: int, floor_ms: float) -> None:
         """Exchange with the other stages what each does. Every rank of the pipeline calls it.
 
         Args:
             meet: with all ranks of the pipeline.
-            measured: work of this rank in the measured step.
+            took_ms: how long each action of this rank took in the measured step.
             decided: its work as decided.
             longest: most actions of any rank.
             floor_ms: longest time of the measured step on any rank.
         """
         size = 1 + _SIZE * longest
-        own = _numbers_of(measured, decided)
+        own = _numbers_of(took_ms, decided)
         numbers = [0] * (size * self._num_ranks)
         numbers[size * self._rank : size * self._rank + len(own)] = own
         found = meet(tuple(numbers))
@@ -107,9 +107,9 @@ class Stages:
         return self._pipeline.with_rank(self._rank, work)
 
 
-def _numbers_of(measured: RankWork, decided: RankWork) -> list[int]:
-    before, ratio = measured.milliseconds(1.0), round(_SHARES * decided.busy)
-    each = zip(decided.actions, before, decided.compute_ms, decided.waited_ms, strict=True)
+def _numbers_of(took_ms: tuple[float, ...], decided: RankWork) -> list[int]:
+    ratio = round(_SHARES * decided.busy)
+    each = zip(decided.actions, took_ms, decided.compute_ms, decided.waited_ms, strict=True)
     numbers = ((_code_of(action), *(round(_NS * ms) for ms in times)) for action, *times in each)
     return [ratio, *chain.from_iterable(numbers)]
 

@@ -671,7 +671,8 @@ def decided_together(pipeline: PipelineJob, share: float) -> list[Decider]:
         budget = ends.floor.held_bytes + round(share * (ends.top.held_bytes - ends.floor.held_bytes))
         decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
         decider.join(tuple, partial(meeting.agree, number), (number, len(pipeline.ranks)))
-        decider.know(Known(job, model, costs), 0)
+        took_ms = tuple(each.milliseconds for each in measured.of_actions)
+        decider.know(Known(job, model, costs, took_ms=took_ms), 0)
         deciders.append(decider)
     with ThreadPoolExecutor(len(deciders)) as threads:
         list(threads.map(decide_first, deciders))

@@ -10,7 +10,7 @@ import pytest
 
 from offload_engine._budget.measure import Interval
 from offload_engine._budget.stages import Stages
-from offload_engine._budget.times import with_times
+from offload_engine._budget.times import timed_parts, with_times
 from offload_engine.planning.choose import Chosen
 from offload_engine.planning.moves import CHUNK_BACKWARD, COMMIT, FORWARD, FORWARD_END, HEAD, LOSS_DONE, Boundary
 from offload_engine.planning.pipeline import Pipeline, RankWork
@@ -81,7 +81,8 @@ def stages_of(works: tuple[RankWork, ...], floor_ms: float) -> list[Stages]:
 
     def meet(rank: int) -> None:
         fast = works[rank]._replace(compute_ms=tuple(ms / 2 for ms in works[rank].compute_ms))
-        stages[rank].meet(partial(meeting.agree, rank), works[rank], fast, longest, floor_ms)
+        took_ms = tuple(works[rank].milliseconds(1.0))
+        stages[rank].meet(partial(meeting.agree, rank), took_ms, fast, longest, floor_ms)
 
     with ThreadPoolExecutor(num) as threads:
         list(threads.map(meet, range(num)))
@@ -141,6 +142,6 @@ def test_a_head_that_begins_in_two_modules_is_timed_as_a_whole() -> None:
         for kind, ms in (*kinds, (LOSS_DONE, 4.0)):
             boundary = Boundary(kind, key, 0 if kind is COMMIT else -1)
             intervals.append(Interval(boundary, end, end := end + ms))
-    [found] = with_times((shape,), intervals, ())
+    [found] = with_times((shape,), timed_parts((shape,), intervals, ()))
     assert (found.rest_ms, found.head_ms, found.head_backward_ms) == (2.0, 3.5, 4.0)
     assert [group.forward_ms for group in found.groups] == [5.0]
