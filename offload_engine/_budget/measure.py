@@ -37,7 +37,7 @@ class Interval(NamedTuple):
     begin_ms: float
     end_ms: float
     lag_ms: float = float("inf")
-    """How far the device was behind the host at its end."""
+    """How far the device was behind the host at its end; infinite where it does not wait for it."""
     engine_ms: float = 0.0
     """Host time in it that the engine took to move and to measure."""
 
@@ -67,6 +67,7 @@ class MeasuringRecorder(Recorder):
         super().__init__(device)
         self._gauge = gauge
         self._marks: list[_Mark] = []
+        self._is_queued = device.torch_device.type != "cpu"  # its work runs behind the host
         self._engine_ns = 0
         self._entered_ns: int | None = None  # when the engine came to the running boundary
         self._measured: list[MeasuredBoundary] = []
@@ -148,6 +149,7 @@ class MeasuringRecorder(Recorder):
         found, begin = [], 0.0
         for boundary, mark, host_ns, engine_ns in self._marks:
             end = self._origin.device_ms(mark)
-            found.append(Interval(boundary, begin, end, end - self._origin.host_ms(host_ns), engine_ns / _NS))
+            lag = end - self._origin.host_ms(host_ns) if self._is_queued else float("inf")
+            found.append(Interval(boundary, begin, end, lag, engine_ns / _NS))
             begin = end
         return found

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from offload_engine._budget.measure import Interval
 from offload_engine._observe.record import WaitRecord
+from offload_engine.planning.choices import slots_of
 from offload_engine.planning.moves import (
     BACKWARD,
     BACKWARD_END,
@@ -33,28 +34,37 @@ _IN_FORWARD: Final = (FORWARD, COMMIT, LAUNCH, HELD, TAIL, HEAD)
 
 _LATE_MS: Final = 0.2
 """A device that is as close to its host as that waits for it. More than clocks drift apart in a step."""
+_LATE_SHARE: Final = 1 / 2
+"""Nor does a device have enough to do that is behind its host by less than this share of the interval."""
 
 Part = tuple[int, int, str]
 """Virtual stage, index of the group or -1, and name of the field that has the time."""
 
 
 class TimedPart(NamedTuple):
-    """One part of the forward or backward of one chunk, in ms."""
+    """One part of the forward or backward of one chunk."""
 
     part: Part
     action: Action
-    milliseconds: float
-    """Without waits for copies, and for the work of the engine."""
     whole_ms: float
-    """With these."""
+    waited_ms: float
+    """Of the whole, waits for copies."""
+    engine_ms: float
+    """Host time of the engine meanwhile."""
+    is_late: bool
+    """The device may have waited for the host."""
+
+    @property
+    def milliseconds(self) -> float:
+        """Return its time without waits for copies."""
+        return max(0.0, self.whole_ms - self.waited_ms)
 
 
 def timed_parts(shapes: Shapes, intervals: Iterable[Interval], waits: Iterable[WaitRecord]) -> list[TimedPart]:
     """Return the parts of a measured step, in order.
 
     Time in forward before a group opens counts as the group's. Times between chunks, such as pipeline bubbles, do not
-    count. Where the device waits for the host, it also waits for the engine, which moves and measures less in any other
-    step. (Mixture of experts on two H200s: a fifth of the forward.)
+    count.
 
     Args:
         shapes: of the chunks.
@@ -63,35 +73,57 @@ def timed_parts(shapes: Shapes, intervals: Iterable[Interval], waits: Iterable[W
     """
     waited = sorted((wait.begin_ms, wait.end_ms) for wait in waits)
     found: list[TimedPart] = []
-    milliseconds = whole_ms = 0.0
-    before = Boundary(ITERATION_END)
-    position = 0
+    whole_ms = waited_ms = engine_ms = 0.0
+    is_late, before, position = False, Boundary(ITERATION_END), 0
     for interval in intervals:
-        whole_ms += interval.end_ms - interval.begin_ms
-        milliseconds += interval.end_ms - interval.begin_ms
-        milliseconds -= interval.engine_ms if interval.lag_ms < _LATE_MS else 0.0
+        own_ms = interval.end_ms - interval.begin_ms
+        whole_ms, engine_ms = whole_ms + own_ms, engine_ms + interval.engine_ms
         while position < len(waited) and waited[position][0] < interval.end_ms:
-            milliseconds -= waited[position][1] - waited[position][0]
+            own_ms -= waited[position][1] - waited[position][0]
+            waited_ms += waited[position][1] - waited[position][0]
             position += 1
+        is_late |= interval.lag_ms < max(_LATE_MS, _LATE_SHARE * own_ms)
         kind = interval.ends_at.kind
         if kind in (LAUNCH, HELD, TAIL) or (kind is HEAD and before.kind is HEAD):  # the head may begin in two modules
             continue
         part = _part_between(before, interval.ends_at, shapes)
         if part is not None:
             action = _action_of(part, before.chunk or interval.ends_at.chunk)
-            found.append(TimedPart(part, action, max(0.0, milliseconds), whole_ms))
-        milliseconds = whole_ms = 0.0
-        before = interval.ends_at
+            found.append(TimedPart(part, action, whole_ms, waited_ms, engine_ms, is_late))
+        whole_ms = waited_ms = engine_ms = 0.0
+        is_late, before = False, interval.ends_at
     return found
 
 
 def with_times(shapes: Shapes, timed: Iterable[TimedPart]) -> Shapes:
-    """Return shapes with the times of a measured step: the median over its microbatches."""
-    found: dict[Part, list[float]] = {}
+    """Return shapes with the times of a measured step: the median over its microbatches.
+
+    Where the device waits for the host, which moves and measures less in any other step, the same part of other layers
+    tells more. (Mixture of experts on two H200s: its forward seemed to take a fifth longer, and in another step a
+    tenth.)
+    """
+    own, alike = dict[Part, list[TimedPart]](), dict[tuple[object, ...], list[TimedPart]]()
+    slots = [slots_of(stage, shape.groups) for stage, shape in enumerate(shapes)]
+    kinds: dict[Part, tuple[object, ...]] = {}
     for each in timed:
-        found.setdefault(each.part, []).append(each.milliseconds)
-    times = {part: median(values) for part, values in found.items()}
+        stage, index, field = part = each.part
+        slot = slots[stage][index] if index >= 0 else None
+        kinds[part] = part if slot is None else (slot.name, slot.part, shapes[stage].groups[index].nbytes, field)
+        own.setdefault(part, []).append(each)
+        alike.setdefault(kinds[part], []).append(each)
+    times = {part: _time_of(values, alike[kinds[part]]) for part, values in own.items()}
     return tuple(_timed(stage, shape, times) for stage, shape in enumerate(shapes))
+
+
+def _time_of(own: Sequence[TimedPart], alike: Sequence[TimedPart]) -> float:
+    """Return the time of a part, by those of its microbatches, or of all layers that have it."""
+    timely, others = ([each.milliseconds for each in parts if not each.is_late] for parts in (own, alike))
+    if 2 * len(timely) >= len(own):
+        return median(timely)
+    if others:
+        return min(median(each.milliseconds for each in own), median(others))
+    # The quarter that waited least, and without the engine.
+    return max(0.0, sorted(each.milliseconds - each.engine_ms for each in alike)[len(alike) // 4])
 
 
 def action_times(actions: Iterable[Action], timed: Sequence[TimedPart]) -> tuple[float, ...]:

@@ -29,9 +29,9 @@ from offload_engine._devices.regions import check_slab_size, whole
 logger = logging.getLogger(__name__)
 
 
-_BUSY_RATIO: Final = 1.05
+_BUSY_RATIO: Final = 1.04
 """Of a GPU that reaches the limit of its power. (Dense and mixtures of experts on four H200s, where a quarter to two
-fifths of the measured step were waits: 1.03 to 1.06, with 1,510 to 1,790 MHz instead of 1,830 to 1,940.)"""
+fifths of the measured step were waits: 1.02 to 1.06, with 1,510 to 1,790 MHz instead of 1,830 to 1,940.)"""
 
 
 class CudaGraphs:

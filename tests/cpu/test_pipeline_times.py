@@ -10,16 +10,26 @@ import pytest
 
 from offload_engine._budget.measure import Interval
 from offload_engine._budget.stages import Stages
-from offload_engine._budget.times import timed_parts, with_times
+from offload_engine._budget.times import TimedPart, action_times, timed_parts, with_times
 from offload_engine.planning.choose import Chosen
-from offload_engine.planning.moves import CHUNK_BACKWARD, COMMIT, FORWARD, FORWARD_END, HEAD, LOSS_DONE, Boundary
+from offload_engine.planning.moves import (
+    BACKWARD,
+    CHUNK_BACKWARD,
+    COMMIT,
+    FORWARD,
+    FORWARD_END,
+    HEAD,
+    ITERATION_END,
+    LOSS_DONE,
+    Boundary,
+)
 from offload_engine.planning.pipeline import Pipeline, RankWork
 from offload_engine.planning.plan import make_plan
 from offload_engine.planning.predict import Prediction
 from offload_engine.planning.shapes import ChunkShape, GroupShape
 from offload_engine.planning.simulate import PipelineJob, Simulation, simulate
 from offload_engine.planning.steps import Decision
-from offload_engine.schedule import ChunkKey
+from offload_engine.schedule import Action, ChunkKey
 from tests.cpu.test_choose import Meeting
 from tests.dense_jobs import ALL, dense_job, simulate_planned
 
@@ -145,3 +155,56 @@ def test_a_head_that_begins_in_two_modules_is_timed_as_a_whole() -> None:
     [found] = with_times((shape,), timed_parts((shape,), intervals, ()))
     assert (found.rest_ms, found.head_ms, found.head_backward_ms) == (2.0, 3.5, 4.0)
     assert [group.forward_ms for group in found.groups] == [5.0]
+
+
+def measured_step(lag_ms: float, engine_ms: float, bubble_ms: float = 0.0) -> list[Interval]:
+    """Return a step of two microbatches, each with one group, of 5 ms; the last backward ends in a pipeline bubble."""
+    forwards = ((FORWARD, 1.0), (COMMIT, 5.0), (FORWARD_END, 0.5))
+    backwards = ((CHUNK_BACKWARD, 0.0), (BACKWARD, 1.5), (ITERATION_END, 7.0))
+    intervals, end = [], 0.0
+    for key in (ChunkKey(0, 0), ChunkKey(0, 1)):
+        for kind, ms in (*forwards, *backwards):
+            boundary = Boundary(kind, key, 0 if kind in (COMMIT, BACKWARD) else -1)
+            ms += bubble_ms if kind is ITERATION_END and key.microbatch else 0.0
+            intervals.append(Interval(boundary, end, end := end + ms, lag_ms, engine_ms))
+    return intervals
+
+
+@pytest.mark.parametrize(("lag_ms", "expected_ms"), [(0.0, 4.0), (-0.1, 4.0), (2.0, 4.0), (3.0, 5.0)])
+def test_a_device_that_waits_for_the_host_also_waits_for_the_engine(lag_ms: float, expected_ms: float) -> None:
+    """A device that is behind its host does not: the engine's work is done meanwhile."""
+    shape = ChunkShape((GroupShape("mlp", 0, 1),))
+    timed = timed_parts((shape,), measured_step(lag_ms, engine_ms=1.0), ())
+    assert with_times((shape,), timed)[0].groups[0].forward_ms == expected_ms
+    actions = [each.action for each in timed if each.part[-1] == "forward_ms"]
+    assert action_times(actions, timed) == (5.5, 5.5), "as it was, with everything"
+
+
+def part_of(index: int, milliseconds: float, is_late: bool) -> TimedPart:
+    return TimedPart((0, index, "forward_ms"), Action("F", ChunkKey(0, 0)), milliseconds, 0.0, 0.25, is_late)
+
+
+def test_where_the_device_waits_for_the_host_other_microbatches_and_layers_tell_the_time() -> None:
+    shape = ChunkShape(tuple(GroupShape(name, layer, nbytes) for layer, name, nbytes in LAYERS))
+    late, timely = partial(part_of, is_late=True), partial(part_of, is_late=False)
+
+    def times(*parts: TimedPart) -> list[float]:
+        return [group.forward_ms for group in with_times((shape,), parts)[0].groups]
+
+    assert times(late(0, 9.0), timely(0, 3.0), timely(0, 3.5)) == [3.25, 0, 0, 0], "of the other microbatches"
+    assert times(late(0, 9.0), timely(0, 3.0), late(0, 8.0), late(2, 7.0), timely(2, 2.0))[::2] == [2.5, 2.0], "of both"
+    assert times(late(0, 2.0), timely(2, 3.0))[::2] == [2.0, 3.0], "it took no longer than it took"
+    assert times(late(0, 5.0), late(0, 3.0), late(2, 4.0), late(2, 6.0))[::2] == [3.75, 3.75], "without the engine"
+    assert times(late(1, 9.0), timely(3, 2.0))[1::2] == [8.75, 2.0], "another size is another part"
+
+
+LAYERS = ((0, "norm", 1), (0, "mlp", 2), (1, "norm", 1), (1, "mlp", 3))
+
+
+def test_waits_for_other_ranks_behind_a_backward_are_no_time_of_an_action() -> None:
+    shape = ChunkShape((GroupShape("mlp", 0, 1),))
+    actions = [Action(kind, ChunkKey(0, number)) for number in range(2) for kind in ("F", "B")]
+    for bubble_ms in (0.0, 100.0):
+        timed = timed_parts((shape,), measured_step(9.0, 0.0, bubble_ms), ())
+        took_ms = action_times(actions, timed)
+        assert took_ms[:3] == (5.5, 8.5, 5.5) and took_ms[3] == 8.5 + bubble_ms / 2
