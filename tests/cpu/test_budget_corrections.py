@@ -181,6 +181,21 @@ def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster(
         assert verifier.reconsider() is None
 
 
+def test_no_other_decision_is_taken_if_other_stages_make_the_step_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be verified in two more steps, and save nothing."""
+    for own_share, is_changed in ((0.0, False), (1.0, True)):
+        decider, verifier = verified(0.3)
+        first = decider.chosen.best
+        slow_ms = 1.1 * first.step_ms
+
+        def timed(chosen: Any, work: object, own: float = own_share, longest_ms: float = slow_ms) -> Any:
+            return chosen._replace(pipeline_ms=own * chosen.best.step_ms + (1 - own) * longest_ms)
+
+        monkeypatch.setattr(decider.stages, "timed", timed)
+        decider.chosen = timed(decider.chosen._replace(best=first._replace(step_ms=slow_ms)), None)
+        assert (verifier.reconsider() is not None) == is_changed
+
+
 def test_in_a_pipeline_no_decision_with_a_larger_arena_replaces_another_for_its_time() -> None:
     for is_pipeline, arena_bytes, is_changed in ((True, 64, False), (True, 128, True), (False, 64, True)):
         decider, verifier = verified(0.3)

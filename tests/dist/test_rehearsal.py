@@ -27,7 +27,7 @@ from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import find_hardware
 from offload_engine.planning.shapes import largest_bytes
-from offload_engine.rehearsal.allocated import AllocatedBytes
+from offload_engine.rehearsal.allocated import AllocatedBytes, Wasted
 from offload_engine.rehearsal.device import StepClocks, steps_until_steady
 from offload_engine.rehearsal.forecast import TE_CONTEXT_BYTES
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
@@ -128,6 +128,19 @@ def test_an_arena_has_room_for_what_separate_segments_have_not() -> None:
         assert allocated.peak_bytes == 160 * MIB
     # The larger block has the smaller one's place in the arena, of which a 64th is spare, or a 32nd, in steps of 2 MiB.
     assert allocated.wasted_beside(allocated.peak_bytes) == (32 * MIB, 2 * MIB, 4 * MIB) and weights.numel()
+
+
+@on_ranks(None, timeout_s=300)
+def test_in_a_pipeline_an_arena_has_more_to_spare_where_nothing_moves() -> None:
+    logging.disable(logging.WARNING)
+    wasted = Wasted(nbytes=MIB, in_arena=2 * MIB, in_large_arena=4 * MIB)
+    for stages, expected in ((1, 2 * MIB), (2, 4 * MIB)):
+        job = _job_of(
+            Shape(layers=2 * stages, hidden=256, ffn=512, heads=4, seq=512, nmb=2, vocab=512, pp=stages), stages
+        )
+        with mock.patch.object(AllocatedBytes, "wasted_beside", return_value=wasted):
+            ranks = forecast_job(job, find_hardware("h200x2")).ranks
+        assert [[way.wasted_in_arena for way in rank.ways[:2]] for rank in ranks] == [[expected, 2 * MIB]] * stages
 
 
 # What GPUs have shown, from docs/results/2026-11-23_h200.md: MiB allocated, and ms of a step of all ranks; without
