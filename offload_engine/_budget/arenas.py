@@ -39,11 +39,14 @@ def arena_for(replay: Replay, found: Reserved, room_bytes: int, *, has_lags: boo
         must_fit: if there is no room for it, a step is thought to hold no more than there is room for; otherwise it
             is thought to hold all the same what it would need.
     """
-    usual = with_spare(found.arena_bytes)  # of which the replay has told what is reserved
+    usual = with_spare(found.arena_bytes, replay.spare_share)  # of which the replay has told what is reserved
     needed = {lead: each.arena_bytes for lead in _OTHER_LEADS if has_lags and (each := replay.reserved(lead=lead))}
     most = max(found.arena_bytes, *needed.values(), 0)
     largest = usual + max(0, room_bytes)
     largest -= largest % segment_bytes(1)
+    enough = with_spare(most, replay.spare_share)
+    if has_lags and not must_fit and largest < with_spare(most, SPARE_SHARE):
+        return Arena(largest, enough - usual)
     tried = list[Arena]()
     shares = _SHARES_WITH_LAGS if has_lags else _SHARES_TO_SPARE
     for nbytes in dict.fromkeys(min(with_spare(most, share), largest) for share in shares):
@@ -56,7 +59,7 @@ def arena_for(replay: Replay, found: Reserved, room_bytes: int, *, has_lags: boo
     best = min(tried, key=lambda each: each.more_bytes)
     if must_fit:
         return best._replace(more_bytes=best.nbytes - usual)
-    return best if with_spare(most) <= largest else best._replace(more_bytes=with_spare(most) - usual)
+    return best if enough <= largest else best._replace(more_bytes=enough - usual)
 
 
 def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | None:
@@ -70,7 +73,7 @@ def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | Non
         found: what it reserves, and uses of an arena without an end.
         over_bytes: by how much it is to be smaller.
     """
-    usual = with_spare(found.arena_bytes)
+    usual = with_spare(found.arena_bytes, replay.spare_share)
     nbytes = usual - segment_bytes(over_bytes)
     if nbytes < (1 - _MOST_LESS) * usual:
         return None

@@ -18,7 +18,7 @@ from offload_engine.planning.performed import AFTER_EVENT, AFTER_MOVES, EVENT, M
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
-from offload_engine.planning.segments import Reserved, is_small_block, with_spare
+from offload_engine.planning.segments import SPARE_SHARE, SPARE_SHARE_WITH_LAGS, Reserved, is_small_block, with_spare
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
 
@@ -61,6 +61,11 @@ class Replay:
             job = replace(job, actions=actions)
         self._moved = _MovedStep(step, ReducedJob(job, decision, options))
 
+    @property
+    def spare_share(self) -> float:
+        """Return by which share of its bytes in use an arena is larger; it is part of what `reserved` returns."""
+        return SPARE_SHARE_WITH_LAGS if self._step.has_lags else SPARE_SHARE
+
     def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved | None:
         """Return what the allocator would reserve; None: not known.
 
@@ -75,7 +80,7 @@ class Replay:
             step.small = reserve(step, _MovedStep(step, None).uses(is_small=True), is_small=True)
         given = ENDLESS if arena_bytes is None else arena_bytes
         large = reserve(step, moved.uses(is_small=False, lead=lead), is_small=False, arena_bytes=given)
-        arena = with_spare(large.arena_bytes) if arena_bytes is None else arena_bytes
+        arena = with_spare(large.arena_bytes, self.spare_share) if arena_bytes is None else arena_bytes
         reserved, peak = large.reserved_bytes - given + arena, large.peak_bytes
         return Reserved(reserved + step.small.reserved_bytes, peak + step.small.peak_bytes, large.arena_bytes)
 

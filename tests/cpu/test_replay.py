@@ -51,7 +51,7 @@ from offload_engine.planning.predict import Costs, Prediction
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.replay import LEAD, Replay
-from offload_engine.planning.segments import Block, Reserved, Segment, segment_bytes, with_spare
+from offload_engine.planning.segments import SPARE_SHARE, Block, Reserved, Segment, segment_bytes, with_spare
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
 from offload_engine.planning.shortened import shortened_record
 from offload_engine.planning.steps import Decision, Steps
@@ -676,6 +676,7 @@ def change_replays(
         def __init__(self, step: RecordedStep, job: PlannedJob, decision: Decision, *offered: Any) -> None:
             self._decision = decision
             self._replay = Replay(step, job, decision, *offered)
+            self.spare_share = self._replay.spare_share
 
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             return change(present(self._replay.reserved(arena_bytes, lead)), self._decision, arena_bytes)
@@ -725,25 +726,29 @@ def test_an_arena_has_room_however_far_ahead_the_host_is(short: float) -> None:
     of_leads = {1.0: 1100, short: 1200}
 
     class Needs:
+        def __init__(self, spare_share: float) -> None:
+            self.spare_share = spare_share
+
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             needed = of_leads.get(lead, 1000) * MIB
-            arena = with_spare(needed) if arena_bytes is None else arena_bytes
+            arena = with_spare(needed, self.spare_share) if arena_bytes is None else arena_bytes
             return Reserved(arena + 500 * MIB * (arena < needed), 0, needed)
 
-    replay: Any = Needs()
-    found, usual = replay.reserved(), with_spare(1000 * MIB)
-
     def arena(room: int, *, has_lags: bool = True, must_fit: bool = False) -> tuple[int, int]:
+        replay: Any = Needs(1 / 32 if has_lags else 1 / 64)
+        found = replay.reserved()
         nbytes, more = arena_for(replay, found, room * MIB, has_lags=has_lags, must_fit=must_fit)
         return nbytes, more
 
-    most = with_spare(1200 * MIB)
-    spared = with_spare(1200 * MIB, 1 / 32)  # twice as much to spare, as each step has other leads
-    assert arena(1000) == (spared, spared - usual)
-    assert arena(1000, has_lags=False) == (usual, 0)
-    assert arena(184) == (usual + 184 * MIB, 184 * MIB), "just enough, with nothing to spare"
-    assert arena(181) == (usual + 180 * MIB, most - usual), "too little, as segments have an even number of MiB"
-    assert arena(181, must_fit=True) == (usual + 180 * MIB, 180 * MIB)
+    usual, usual_without_lags = with_spare(1000 * MIB, 1 / 32), with_spare(1000 * MIB)
+    most = with_spare(1200 * MIB, 1 / 32)  # twice as much to spare, as each step has other leads
+    assert arena(1000) == (most, most - usual)
+    assert arena(1000, has_lags=False) == (usual_without_lags, 0)
+    least = with_spare(1200 * MIB) // MIB
+    room = least - usual // MIB
+    assert arena(room) == (least * MIB, room * MIB), "it has half as much to spare"
+    assert arena(room - 1) == ((least - 2) * MIB, most - usual), "too little, as segments have an even number of MiB"
+    assert arena(room - 1, must_fit=True) == ((least - 2) * MIB, (room - 2) * MIB)
     assert arena(-5, must_fit=True) == (usual, 0)
 
 
@@ -752,6 +757,8 @@ def test_a_smaller_arena_has_some_to_spare() -> None:
     needed = 982
 
     class Needs:
+        spare_share = SPARE_SHARE
+
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             arena = with_spare(1000 * MIB) if arena_bytes is None else arena_bytes
             return Reserved(arena + 500 * MIB * (arena < needed * MIB), 0, 1000 * MIB)
