@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from offload_engine.planning.replay import Replay
+from offload_engine.planning.replay import LEAD, Replay
 from offload_engine.planning.segments import SPARE_SHARE, SPARE_SHARE_WITH_LAGS, Reserved, segment_bytes, with_spare
 
 _OTHER_LEADS: Final = (0.0, 1.0, 1.4, 2.5)
 """How far the host may be ahead in other steps of the same decision; see `LEAD`. With 0 no other stream delays a free.
 (In pipelines on H200s some steps reserved a segment beside an arena that had room with `LEAD`. With one of these each
 of them lacked it, too; of twelve arenas of MoE stages, two only with 0, 1 GiB each.)"""
+_TIGHT_LEADS: Final = (0.0, LEAD, 2.5)
 _SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
 """Of an arena, in the order in which they are tried."""
 _SHARES_WITH_LAGS: Final = (SPARE_SHARE_WITH_LAGS, 3 / 64, SPARE_SHARE, 1 / 128)
@@ -62,23 +63,26 @@ def arena_for(replay: Replay, found: Reserved, room_bytes: int, *, has_lags: boo
     return best if enough <= largest else best._replace(more_bytes=enough - usual)
 
 
-def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | None:
+def tight_arena(replay: Replay, found: Reserved, over_bytes: int, *, has_lags: bool) -> Arena | None:
     """Return an arena that is smaller than the usual one, if all blocks have room in it; else None.
 
     They must have room in one that is smaller still, so that some of it is spare. That may be less than is used of an
     arena without an end: blocks there are placed as if nothing were scarce.
 
     Args:
-        replay: of the step, in which no block is in use on other streams.
+        replay: of the step.
         found: what it reserves, and uses of an arena without an end.
         over_bytes: by how much it is to be smaller.
+        has_lags: blocks are in use on other streams.
     """
     usual = with_spare(found.arena_bytes, replay.spare_share)
     nbytes = usual - segment_bytes(over_bytes)
     if nbytes < (1 - _MOST_LESS) * usual:
         return None
-    for least in (segment_bytes(round(nbytes / (1 + _LEAST_SHARE))), nbytes):
-        again = replay.reserved(least)
-        if again is None or again.reserved_bytes - found.reserved_bytes > least - usual:
+    least = segment_bytes(round(nbytes / (1 + (SPARE_SHARE if has_lags else _LEAST_SHARE))))
+    tried = ((least, lead) for lead in _TIGHT_LEADS) if has_lags else ((least, LEAD), (nbytes, LEAD))
+    for size, lead in tried:
+        again = replay.reserved(size, lead)
+        if again is None or again.reserved_bytes - found.reserved_bytes > size - usual:
             return None
     return Arena(nbytes, nbytes - usual)

@@ -31,8 +31,6 @@ _WORTH_TRYING: Final = 1 / 256
 _WORTH_A_REPLAY: Final = 0.995
 """Share of the cost of a step that fits by which another one is tried."""
 _MOST_ARENAS: Final = 3
-_WORTH_LESS_ROOM: Final = 0.95
-"""Share of the cost of a step whose arena has all its room by which one is taken whose arena lacks some."""
 _NEAR: Final = 1 / 32
 """Share of the budget by which a step might reserve less in vain than any other one."""
 _VARIES: Final = 1 / 1024
@@ -87,25 +85,14 @@ class ReplayedChoice:
         if is_free and self._num_left > _LEAST_REPLAYS:
             self._replay_lowest()
         chosen: Chosen | None = None
-        first: tuple[Chosen, int] | None = None  # that lacked room for its arena, and what it reserves in vain
         for num_others in reversed(range(_MOST_ARENAS)):
             chosen = self._settle(choose_by, chosen, min(num_others, 1) if self._recorded.has_lags else 0)
             if chosen is None:
                 return None
-            first = first or (chosen, self._steps.wasted_bytes.get(chosen.best.decision, 0))
             chosen = self._with_arena(chosen, must_fit=not num_others)
             if chosen.best.held_bytes <= self._limit_bytes:
                 break
-        if first is not None and chosen is not None and first[0].best.cost_ms < _WORTH_LESS_ROOM * chosen.best.cost_ms:
-            return self._with_arena_after_all(*first)
         return chosen
-
-    def _with_arena_after_all(self, chosen: Chosen, wasted_bytes: int) -> Chosen:
-        """Return a choice with an arena that lacks some of its room, because all others with theirs are much slower."""
-        decision = chosen.best.decision
-        self._steps.arena_bytes.pop(decision, None)
-        self._steps.wasted_bytes[decision] = wasted_bytes
-        return self._with_arena(chosen, must_fit=True)
 
     def _settle(
         self, choose_by: Callable[[int | None, int], Chosen], chosen: Chosen | None, num_spared: int
@@ -247,9 +234,10 @@ class ReplayedChoice:
     def _tight(self, replay: Replay, found: Reserved, decision: Decision, wasted_bytes: int) -> Arena | None:
         """Return a smaller arena for a step that would fit with it; None: there is none, or the usual one fits."""
         over = self._over(decision, wasted_bytes)
-        if over <= 0 or self._recorded.has_lags:
+        if over <= 0:
             return None
-        return tight_arena(replay, found, over + round(_VARIES * self._limit_bytes))
+        over += round(_VARIES * self._limit_bytes)
+        return tight_arena(replay, found, over, has_lags=self._recorded.has_lags)
 
     def _over(self, decision: Decision, wasted_bytes: int) -> int:
         """Return by how much a step does not fit, given what it reserves in vain."""

@@ -770,9 +770,26 @@ def test_a_smaller_arena_has_some_to_spare() -> None:
         *((982, 1, True), (982, 28, True), (982, 29, False), (982, 100, False)),
         *((500, 30, True), (500, 31, False)),  # a 32nd of the usual one are 31.75
     ):
-        found = tight_arena(replay, replay.reserved(), over * MIB)
+        found = tight_arena(replay, replay.reserved(), over * MIB, has_lags=False)
         less = segment_bytes(over * MIB)
         assert found == ((usual - less, -less) if fits else None), (needed, over)
+
+
+@pytest.mark.parametrize("short", [None, 0.0, 2.5])
+def test_a_smaller_arena_has_room_however_far_ahead_the_host_is(short: float | None) -> None:
+    """Where blocks are in use on other streams. All have room in 982 MiB, or in none if the lead is `short`."""
+
+    class Needs:
+        spare_share = SPARE_SHARE
+
+        def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
+            arena = with_spare(1000 * MIB) if arena_bytes is None else arena_bytes
+            return Reserved(arena + 500 * MIB * (arena < 982 * MIB or lead == short), 0, 1000 * MIB)
+
+    replay: Any = Needs()
+    for over, fits in ((1, True), (20, True), (21, False)):  # without a 64th it has to be enough, too
+        found = tight_arena(replay, replay.reserved(), over * MIB, has_lags=True)
+        assert (found is not None) == (fits and short is None), (over, found)
 
 
 def test_a_step_that_hardly_does_not_fit_gets_a_smaller_arena_if_all_blocks_have_room_in_it(
@@ -829,7 +846,7 @@ def test_others_are_expected_to_reserve_as_much_in_vain_as_one_that_did_not_fit(
     as_before = MemoryModel.hoping
     monkeypatch.setattr(MemoryModel, "hoping", hoping)
     change_replays(monkeypatch, wastes_more)
-    monkeypatch.setattr("offload_engine._budget.replayed_choice.tight_arena", lambda *_: None)
+    monkeypatch.setattr("offload_engine._budget.replayed_choice.tight_arena", lambda *_, **__: None)
     known = known_with()[0]
     best = known.choose(STEP, 40 * GIB, agree=Agreed()).best
     wasted = known._steps_of(STEP).wasted_bytes
