@@ -11,6 +11,7 @@ from offload_engine._budget.agreement import Agree
 from offload_engine.planning.choose import Chosen
 from offload_engine.planning.pipeline import Pipeline, RankWork
 from offload_engine.planning.predict import LEAST_BUSY_RATIO
+from offload_engine.planning.slowed import expected_ratio
 from offload_engine.schedule import Action, ChunkKey
 
 _NS: Final = 1e6
@@ -86,6 +87,12 @@ class Stages:
         ranks = zip(self._measured.ranks, decided.ranks, strict=True)
         between = decided._replace(ranks=tuple(before.towards(after, share) for before, after in ranks))
         return between.with_rank(self._rank, work).step_ms(busy_ratio)
+
+    def expected_ratio(self, exponent: float) -> float:
+        """Return the ratio that is expected of steps as decided; see `planning.slowed.expected_ratio`."""
+        if self._measured is None or self._pipeline is None:
+            return 1.0
+        return expected_ratio(self._pipeline.step_ms() / self._measured.step_ms(), exponent)
 
     def busy_ratio(self, measured_ms: float, chosen: Chosen, work: RankWork | None) -> float | None:
         """Return the ratio with which a step is predicted as long as measured, or nearly; see `Costs`.

@@ -160,8 +160,8 @@ class Device(Protocol):
     graphs: DeviceGraphs | None
     """Knows about captures of CUDA graphs; None: the device has none."""
 
-    busy_ratio: float
-    """How many times as long compute takes if it never waits for copies, before that is measured; see `Costs`."""
+    busy_exponent: float
+    """With this exponent of the share of a step in which it computes, the device clocks lower; see `expected_ratio`."""
 
     def new_stream(self, name: str) -> Stream:
         """Make a copy stream: a queue whose work runs in the order of issue, concurrently with the compute stream."""

@@ -171,6 +171,25 @@ def verified(share: float, *, at_floor: bool = False) -> tuple[Any, Verifier]:
     return decider, verifier
 
 
+def test_times_are_first_predicted_for_a_device_that_clocks_lower() -> None:
+    """And from its own steps on for what they have shown, also if a step is measured once more."""
+    decider, _ = verified(0.3)
+    without = decider.chosen
+    decider.busy_exponent = 0.5
+    decider.know(decider.known, 0)
+    decider.decide()
+    first, most = decider.chosen, decider.chosen.most_busy_ratio
+    assert first.busy_ratio == min(most, (2 - most) ** -0.5) > 1
+    assert first.best.decision == without.best.decision and first.best.step_ms > without.best.step_ms
+    decider.correct_time((first.best.step_ms + without.best.step_ms) / 2)
+    measured = decider.chosen.busy_ratio
+    assert 1 < measured < first.busy_ratio and decider.known.costs.busy_ratio == measured
+    decider.know(decider.known, 0)
+    decider.known.costs = dataclasses.replace(decider.known.costs, busy_ratio=1.0)
+    decider.decide()
+    assert decider.chosen.busy_ratio == measured
+
+
 def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster() -> None:
     for slower, is_changed in ((1.01, False), (1.035, False), (1.05, True), (1.1, True)):
         decider, verifier = verified(0.3)

@@ -28,6 +28,7 @@ from offload_engine.planning.plan import make_plan
 from offload_engine.planning.predict import Prediction
 from offload_engine.planning.shapes import ChunkShape, GroupShape
 from offload_engine.planning.simulate import PipelineJob, Simulation, simulate
+from offload_engine.planning.slowed import expected_ratio
 from offload_engine.planning.steps import Decision
 from offload_engine.schedule import Action, ChunkKey
 from tests.cpu.test_choose import Meeting
@@ -78,6 +79,12 @@ def backwards_first(works: tuple[RankWork, ...]) -> tuple[RankWork, ...]:
     return first._replace(actions=tuple(sorted(first.actions, key=lambda action: action.kind))), *others
 
 
+def test_a_device_that_waits_less_is_expected_to_clock_lower() -> None:
+    assert expected_ratio(0.5, 0.1) == pytest.approx(1.07177, abs=1e-5)
+    assert expected_ratio(0.5, 0.0) == expected_ratio(1.0, 0.1) == expected_ratio(1.2, 0.1) == 1.0
+    assert expected_ratio(0.0, 0.1) == 1.0, "not known"
+
+
 def chosen_of(best_ms: float = 1.0) -> Chosen:
     best = Prediction(Decision(), 1, 1, best_ms, {}, {}, {}, {}, 0)
     return Chosen(best, best, best, (), most_busy_ratio=1.2)
@@ -107,6 +114,7 @@ def test_stages_tell_each_other_what_they_do() -> None:
         fast = works[rank]._replace(compute_ms=tuple(ms / 2 for ms in works[rank].compute_ms))
         assert stages.timed(chosen_of(), fast).step_ms == pytest.approx(step.milliseconds / 2 + 5, abs=1e-3)
         assert stages.busy_ratio(1.1 * step.milliseconds / 2 + 5, chosen_of(), fast) == pytest.approx(1.1, abs=1e-4)
+        assert stages.expected_ratio(0.1) == pytest.approx(2**0.1, rel=1e-3) and stages.expected_ratio(0.0) == 1.0
         slow = stages.timed(chosen_of(), works[rank]).step_ms
         assert step.milliseconds / 2 + 5 < slow < step.milliseconds + 5, "the others are at twice the speed"
 
