@@ -12,7 +12,6 @@ _OTHER_LEADS: Final = (0.0, 1.0, 1.4, 2.5)
 """How far the host may be ahead in other steps of the same decision; see `LEAD`. With 0 no other stream delays a free.
 (In pipelines on H200s some steps reserved a segment beside an arena that had room with `LEAD`. With one of these each
 of them lacked it, too; of twelve arenas of MoE stages, two only with 0, 1 GiB each.)"""
-_TIGHT_LEADS: Final = (0.0, LEAD, 2.5)
 _SHARES_TO_SPARE: Final = (SPARE_SHARE, 1 / 32, 1 / 128, 3 / 64)
 """Of an arena, in the order in which they are tried."""
 _SHARES_WITH_LAGS: Final = (SPARE_SHARE_WITH_LAGS, 3 / 64, SPARE_SHARE, 1 / 128)
@@ -77,11 +76,10 @@ def tight_arena(replay: Replay, found: Reserved, over_bytes: int, *, has_lags: b
     """
     usual = with_spare(found.arena_bytes, replay.spare_share)
     nbytes = usual - segment_bytes(over_bytes)
-    if nbytes < (1 - _MOST_LESS) * usual:
+    if nbytes < (1 - (SPARE_SHARE if has_lags else _MOST_LESS)) * usual:
         return None
     least = segment_bytes(round(nbytes / (1 + (SPARE_SHARE if has_lags else _LEAST_SHARE))))
-    tried = ((least, lead) for lead in _TIGHT_LEADS) if has_lags else ((least, LEAD), (nbytes, LEAD))
-    for size, lead in tried:
+    for size, lead in [(least, 0.0)] if has_lags else [(least, LEAD), (nbytes, LEAD)]:
         again = replay.reserved(size, lead)
         if again is None or again.reserved_bytes - found.reserved_bytes > size - usual:
             return None

@@ -85,7 +85,7 @@ class ReplayedChoice:
         if is_free and self._num_left > _LEAST_REPLAYS:
             self._replay_lowest()
         chosen: Chosen | None = None
-        for num_others in reversed(range(_MOST_ARENAS)):
+        for num_others in reversed(range(_MOST_ARENAS - self._recorded.has_lags)):  # whose arenas take more replays
             chosen = self._settle(choose_by, chosen, min(num_others, 1) if self._recorded.has_lags else 0)
             if chosen is None:
                 return None
