@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine._budget.decide import Decider, excess_of, has_outgrown
+from offload_engine._budget.decide import Decider, correct_if_shorter, excess_of, has_outgrown
 from offload_engine._budget.first import decide_first
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.gauge import ResidentGauge
@@ -242,7 +242,7 @@ class BudgetController(BudgetView):
         was_settled, self._in_force.is_settled = self._in_force.is_settled, True
         excess = Excess(total - wasted, wasted)
         if self._verifier.settles(self.decider.actions, excess, is_planned=was_settled):
-            self.decider.correct_time(measured_us / _US)
+            correct_if_shorter(self.decider, measured_us / _US)
         elif not was_settled:
             return self._in_force.clear_allocator()  # the blocks of groups that no plan knew would fit badly
         elif self._verifier.fits(excess):

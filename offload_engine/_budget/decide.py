@@ -384,6 +384,13 @@ def correct_chosen(decider: Decider, excess: Excess) -> None:
     decider.correct(known.note_excess(chosen.best, decider.actions, excess))
 
 
+def correct_if_shorter(decider: Decider, measured_ms: float) -> None:
+    """Correct the times by a step that may be delayed, because it or that of another rank reserves memory."""
+    assert decider.chosen is not None
+    if measured_ms < decider.chosen.step_ms:
+        decider.correct_time(measured_ms)
+
+
 def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:
     """Return what a decision recomputes; nothing without one."""
     return frozenset() if chosen is None else chosen.best.decision.choices.recomputed

@@ -190,6 +190,16 @@ def test_times_are_first_predicted_for_a_device_that_clocks_lower() -> None:
     assert decider.chosen.busy_ratio == measured
 
 
+def test_steps_that_verify_correct_times_only_if_they_are_shorter() -> None:
+    """They reserve memory, or wait for a stage that does: one took a fifth longer than the steps behind it."""
+    decider, _ = verified(0.3)
+    first = decider.chosen
+    correct_if_shorter(decider, 1.2 * first.step_ms)
+    assert decider.chosen == first and decider.known.costs.busy_ratio == 1.0
+    correct_if_shorter(decider, 0.95 * first.step_ms)
+    assert decider.chosen.step_ms < first.step_ms
+
+
 def test_another_decision_is_taken_once_if_corrected_times_show_it_to_be_faster() -> None:
     for slower, is_changed in ((1.01, False), (1.035, False), (1.05, True), (1.1, True)):
         decider, verifier = verified(0.3)
