@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from offload_engine._budget.decide import _WASTED_SHARE, Decider, excess_of
+from offload_engine._budget.decide import _WASTED_SHARE, Decider, correct_if_shorter, excess_of
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.hold import HoldWatch
 from offload_engine._budget.known import Known
