@@ -191,7 +191,7 @@ def test_times_are_first_predicted_for_a_device_that_clocks_lower() -> None:
 
 
 def test_steps_that_verify_correct_times_only_if_they_are_shorter() -> None:
-    """They reserve memory, or wait for a stage that does: one took a fifth longer than the steps behind it."""
+    """They reserve memory, or wait for a stage that does: one took a sixth longer than the steps behind it."""
     decider, _ = verified(0.3)
     first = decider.chosen
     correct_if_shorter(decider, 1.2 * first.step_ms)
