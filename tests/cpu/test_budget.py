@@ -632,6 +632,20 @@ def test_what_is_no_wait_for_copies_shrinks_with_the_step_if_other_ranks_run_oth
     assert (decider.chosen.pipeline_ms is not None) == is_pipeline and job.states[-1] is State.HOLD
 
 
+def test_a_slow_step_that_verifies_corrects_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be delayed. The shortest of three that hold does."""
+    job = ByHand(config(gpu_budget=1 << 40))
+    controller, corrected = job.controller, list[float]()
+    monkeypatch.setattr(controller.decider, "correct_time", corrected.append)
+    job.steps(4)
+    monkeypatch.setattr(controller._last, "measure", lambda: setattr(controller._last, "milliseconds", 1e6))
+    while controller.state is not State.HOLD:
+        job.steps(1)
+    assert corrected == []
+    job.steps(3)
+    assert corrected == [1e6]
+
+
 def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one would wait for the others for ever. What befalls one rank is answered by all when a window is over."""
     monkeypatch.setattr("offload_engine._budget.controller._WINDOW_STEPS", 5)

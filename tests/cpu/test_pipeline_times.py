@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from offload_engine._budget.measure import Interval
+from offload_engine._budget.measure import Interval, MeasuringRecorder
 from offload_engine._budget.stages import Stages
 from offload_engine._budget.times import TimedPart, action_times, timed_parts, with_times
 from offload_engine.planning.choose import Chosen
@@ -216,3 +219,24 @@ def test_waits_for_other_ranks_behind_a_backward_are_no_time_of_an_action() -> N
         timed = timed_parts((shape,), measured_step(9.0, 0.0, bubble_ms), ())
         took_ms = action_times(actions, timed)
         assert took_ms[:3] == (5.5, 8.5, 5.5) and took_ms[3] == 8.5 + bubble_ms / 2
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_recorder_tells_the_time_of_the_engine_and_how_far_the_device_is_behind(device: str) -> None:
+    """In ms of a device that comes to each mark 5 ms after the host; on a CPU there is nothing behind the host."""
+    now_ms = [0.0]
+    gauge = mock.Mock(**{"record.return_value": False, "count.return_value": 0, "peak_bytes.return_value": 0})
+    clocks: Any = mock.Mock(torch_device=torch.device(device))
+    clocks.mark_time.side_effect = lambda stream: now_ms[0] + 5
+    clocks.milliseconds_between.side_effect = lambda first, last: last
+    recorder = MeasuringRecorder(clocks, gauge)
+    recorder._clock = lambda: round(1e6 * now_ms[0])
+    recorder._origin = recorder._origin._replace(host_ns=0)
+    for kind, moved_ms in ((FORWARD, 2.0), (FORWARD_END, 1.0), (CHUNK_BACKWARD, 0.0)):
+        now_ms[0] += 10
+        recorder.note_boundary(kind, ChunkKey(0, 0))
+        now_ms[0] += moved_ms
+        recorder.note_moved()
+    found = recorder.intervals()
+    assert [(each.end_ms, each.engine_ms) for each in found] == [(15.0, 0.0), (27.0, 2.0), (38.0, 1.0)]
+    assert [each.lag_ms for each in found] == [5.0 if device == "cuda" else float("inf")] * 3
