@@ -29,8 +29,8 @@ from offload_engine._devices.regions import check_slab_size, whole
 logger = logging.getLogger(__name__)
 
 
-_BUSY_EXPONENT: Final = 0.1
-"""Of a GPU that reaches the limit of its power. (Dense models and mixtures of experts on ten H200s: 0 to 0.14. Some
+_BUSY_EXPONENT: Final = 0.08
+"""Of a GPU that reaches the limit of its power. (Dense models and mixtures of experts on twelve H200s: 0 to 0.14. Some
 clocked at 1,830 to 1,940 MHz where a third of a step was waits for copies, and at 1,510 to 1,790 without.)"""
 
 

@@ -14,6 +14,7 @@ import torch
 from offload_engine._budget.measure import Interval, MeasuringRecorder
 from offload_engine._budget.stages import Stages
 from offload_engine._budget.times import TimedPart, action_times, timed_parts, with_times
+from offload_engine._observe.record import Awaited, WaitRecord
 from offload_engine.planning.choose import Chosen
 from offload_engine.planning.moves import (
     BACKWARD,
@@ -168,6 +169,20 @@ def test_a_head_that_begins_in_two_modules_is_timed_as_a_whole() -> None:
     assert [group.forward_ms for group in found.groups] == [5.0]
 
 
+def test_a_backward_that_comes_back_to_a_group_is_timed_as_a_whole() -> None:
+    """Its time would be the median of its pieces. All groups up to the farthest are in use by then."""
+    shape = ChunkShape(tuple(GroupShape("layers.0", 0, 1) for _ in range(3)))
+    intervals, end = [], 0.0
+    for key, last in ((ChunkKey(0, 0), FORWARD), (ChunkKey(0, 1), ITERATION_END)):
+        reached = ((CHUNK_BACKWARD, -1, 1.0), (BACKWARD, 2, 0.0), (BACKWARD, 0, 2.0), (BACKWARD, 1, 0.25))
+        for kind, index, ms in (*reached, (BACKWARD, 2, 0.5), (last, -1, 64.0)):
+            intervals.append(Interval(Boundary(kind, key, index), end, end := end + ms))
+    timed = timed_parts((shape,), intervals, [WaitRecord(Awaited.COPY_IN, "0", 3.0, 3.25)])
+    assert [group.backward_ms for group in with_times((shape,), timed)[0].groups] == [64.625, 0.0, 2.0]
+    assert [(each.part[1], each.whole_ms) for each in timed if each.part[1] >= 0] == 2 * [(2, 2.0), (0, 64.75)]
+    assert action_times([Action("B", ChunkKey(0, 0))], timed) == (66.75,)
+
+
 def measured_step(lag_ms: float, engine_ms: float, bubble_ms: float = 0.0) -> list[Interval]:
     """Return a step of two microbatches, each with one group, of 5 ms; the last backward ends in a pipeline bubble."""
     forwards = ((FORWARD, 1.0), (COMMIT, 5.0), (FORWARD_END, 0.5))
@@ -207,6 +222,12 @@ def test_where_the_device_waits_for_the_host_other_microbatches_and_layers_tell_
     assert times(late(0, 2.0), timely(2, 3.0))[::2] == [2.0, 3.0], "it took no longer than it took"
     assert times(late(0, 5.0), late(0, 3.0), late(2, 4.0), late(2, 6.0))[::2] == [3.75, 3.75], "without the engine"
     assert times(late(1, 9.0), timely(3, 2.0))[1::2] == [8.75, 2.0], "another size is another part"
+
+
+def test_layers_that_are_named_by_number_are_alike() -> None:
+    shape = ChunkShape(tuple(GroupShape(f"model.layers.{layer}", layer, 4) for layer in (1, 12) for _ in range(2)))
+    [found] = with_times((shape,), [part_of(0, 9.0, True), part_of(2, 3.0, False), part_of(1, 8.0, True)])
+    assert [group.forward_ms for group in found.groups] == [3.0, 7.75, 3.0, 0.0], "the second of each is another part"
 
 
 LAYERS = ((0, "norm", 1), (0, "mlp", 2), (1, "norm", 1), (1, "mlp", 3))
