@@ -23,7 +23,7 @@ class InstantDevice:
     torch_device = torch.device("cpu")
     host_alignment = 64
     memory = graphs = None
-    busy_exponent = 0.0
+    busy_ratio = 1.0
 
     # Each with its own arguments: to pack any takes longer than a call.
     def new_stream(self, name: str) -> str:

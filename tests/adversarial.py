@@ -307,7 +307,7 @@ class AdversarialDevice:
     host_alignment = 64
     memory: MemoryGauge | None = None
     graphs: DeviceGraphs | None = None
-    busy_exponent = 0.0
+    busy_ratio = 1.0
 
     def __init__(self, seed: int | None = None, host_capacity: int | None = None) -> None:
         self.hazards: list[str] = []

@@ -39,7 +39,6 @@ from offload_engine.planning.predict import Costs, Prediction, measured_busy_rat
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
-from offload_engine.planning.slowed import expected_ratio
 from offload_engine.schedule import Action
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class Decider:
         actions: the actions that it was made for.
         guard_bytes: bytes of the budget that the prediction of a decision must leave free.
         known: what a measured step has shown; None before the measurement.
-        busy_exponent: see `Device`.
+        expected_ratio: see `Costs.busy_ratio`; holds until steps have shown another one.
         runs: notes the modules that could be recomputed.
     """
 
@@ -99,7 +98,7 @@ class Decider:
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
         self._is_checked = self._has_given_up = False
-        self.busy_exponent: float = 0.0
+        self.expected_ratio: float = 1.0
         self._busy_ratio: float | None = None  # as measured last
         self._left_bytes = 0  # beside the guard: a margin common to all ranks, whatever one has decided alone
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
@@ -199,7 +198,7 @@ class Decider:
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
         waited_ms = found.waited_ms if self.stages.is_pipeline else None
         costs = Costs(link, options=options, floor_ms=floor_ms, waited_ms=waited_ms)
-        self.busy_exponent = self._context.device.busy_exponent
+        self.expected_ratio = self.stages.expected_ratio(self._context.device.busy_ratio)
         known = Known(found.job, found.model, costs, varied_share, found.recorded, found.took_ms)
         self.know(known, round(_WASTED_SHARE * found.wasted_bytes))
         return True
@@ -334,8 +333,7 @@ def _with_ratio(decider: Decider, found: Chosen) -> Chosen:
     """Return a choice by costs without a ratio with the one that was measured before, or is expected."""
     if found.busy_ratio != 1.0:
         return found
-    expected = expected_ratio(2.0 - found.most_busy_ratio, decider.busy_exponent)
-    return retimed(found, decider._busy_ratio or expected)
+    return retimed(found, decider._busy_ratio or decider.expected_ratio)
 
 
 def _know_alike(decider: Decider) -> bool:

@@ -9,7 +9,6 @@ from offload_engine._budget.agreement import Agree
 from offload_engine._budget.decide import Decider, timed
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance
-from offload_engine.planning.choose import retimed
 
 _NS: Final = 1e6
 """Of a millisecond."""
@@ -49,4 +48,4 @@ def _meet_stages(decider: Decider, meet: Agree, longest: int, floor_ms: float) -
     decided = known.work(chosen.best.decision, chosen.best.busy)
     assert known.took_ms is not None and decided is not None
     decider.stages.meet(meet, known.took_ms, decided, longest, floor_ms)
-    decider.chosen = timed(decider, retimed(chosen, decider.stages.expected_ratio(decider.busy_exponent)))
+    decider.chosen = timed(decider, chosen)

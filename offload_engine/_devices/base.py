@@ -160,8 +160,9 @@ class Device(Protocol):
     graphs: DeviceGraphs | None
     """Knows about captures of CUDA graphs; None: the device has none."""
 
-    busy_exponent: float
-    """With this exponent of the share of a step in which it computes, the device clocks lower; see `expected_ratio`."""
+    busy_ratio: float
+    """How much longer compute takes where it never waits for copies, as far as that is known before it is measured: a
+    device that idles less clocks lower. See `Costs.busy_ratio`."""
 
     def new_stream(self, name: str) -> Stream:
         """Make a copy stream: a queue whose work runs in the order of issue, concurrently with the compute stream."""

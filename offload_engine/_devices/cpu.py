@@ -68,7 +68,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.memory: MemoryGauge | None = None
         self.graphs: DeviceGraphs | None = None
-        self.busy_exponent = 0.0
+        self.busy_ratio = 1.0
         self.directory = resolve_directory(directory)
         # Whole pages in a file: a partial one would be read before it is written.
         self.host_alignment = 64 if self.directory is None else 4096

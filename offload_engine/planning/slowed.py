@@ -13,16 +13,6 @@ MOST_SLOWER: Final = 9 / 8
 _NUM_TRIES: Final = 30
 
 
-def expected_ratio(share: float, exponent: float) -> float:
-    """Return the ratio that is expected before it is measured; see `Costs`.
-
-    Args:
-        share: of the step with everything offloaded that a step takes that never waits for copies.
-        exponent: of a device; 0: its clock does not depend on that.
-    """
-    return float(share**-exponent) if 0.0 < share < 1.0 else 1.0
-
-
 def factor_of(busy_ratio: float, busy: float) -> float:
     """Return how many times as long compute takes in a step that avoids the share `busy` of the floor's waits."""
     return 1.0 + (busy_ratio - 1.0) * busy

@@ -98,7 +98,7 @@ class RehearsalDevice:
     host_alignment = 512
     memory: MemoryGauge | None = None
     graphs: DeviceGraphs | None = None
-    busy_exponent = 0.0
+    busy_ratio = 1.0
 
     def __init__(self, clocks: StepClocks, allocated: AllocatedBytes) -> None:
         self.clocks = clocks

@@ -620,13 +620,17 @@ def test_the_first_step_with_other_groups_is_not_answered(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("is_pipeline", [False, True])
-def test_what_is_no_wait_for_copies_shrinks_with_the_step_if_other_ranks_run_other_chunks(is_pipeline: bool) -> None:
+def test_what_is_no_wait_for_copies_shrinks_with_the_step_if_other_ranks_run_other_chunks(
+    is_pipeline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = ByHand(config(gpu_budget=1 << 40))
     job.controller.decider.join(tuple, lambda numbers: tuple(max(0, n) for n in numbers), (0, 1 + is_pipeline))
     job.steps(3)
     decider = job.controller.decider
+    monkeypatch.setattr(decider._context.device, "busy_ratio", 1.06)
     job.steps(1)
     known, chosen = decider.known, decider.chosen
+    assert decider.expected_ratio == pytest.approx(1.01 if is_pipeline else 1.06)
     assert (known.costs.waited_ms is not None) == (chosen.pipeline_ms is not None) == is_pipeline
     job.steps(4)
     assert (decider.chosen.pipeline_ms is not None) == is_pipeline and job.states[-1] is State.HOLD

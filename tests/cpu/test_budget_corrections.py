@@ -175,11 +175,11 @@ def test_times_are_first_predicted_for_a_device_that_clocks_lower() -> None:
     """And from its own steps on for what they have shown, also if a step is measured once more."""
     decider, _ = verified(0.3)
     without = decider.chosen
-    decider.busy_exponent = 0.5
+    decider.expected_ratio = 1.05
     decider.know(decider.known, 0)
     decider.decide()
     first, most = decider.chosen, decider.chosen.most_busy_ratio
-    assert first.busy_ratio == min(most, (2 - most) ** -0.5) > 1
+    assert first.busy_ratio == 1.05 < most
     assert first.best.decision == without.best.decision and first.best.step_ms > without.best.step_ms
     decider.correct_time((first.best.step_ms + without.best.step_ms) / 2)
     measured = decider.chosen.busy_ratio
