@@ -176,7 +176,7 @@ class ReplayedChoice:
         assert found is not None
         room = self._limit_bytes - chosen.best.held_bytes
         must_fit |= decision == chosen.floor.decision
-        arena = arena_for(replay, found, room, has_lags=self._recorded.has_lags, must_fit=must_fit)
+        arena = arena_for(replay, found, room, must_fit=must_fit)
         [more] = self._agree((arena.more_bytes,))
         steps.arena_bytes[decision] = arena.nbytes
         steps.wasted_bytes[decision] += more
@@ -237,7 +237,7 @@ class ReplayedChoice:
         if over <= 0:
             return None
         over += round(_VARIES * self._limit_bytes)
-        return tight_arena(replay, found, over, has_lags=self._recorded.has_lags)
+        return tight_arena(replay, found, over)
 
     def _over(self, decision: Decision, wasted_bytes: int) -> int:
         """Return by how much a step does not fit, given what it reserves in vain."""

@@ -33,6 +33,8 @@ class RecomputeOption:
     them, or if only saved bytes are measured."""
     output_bytes: int = 0
     """Computed again, and on the device until the backward of all these groups is over: what the module returns."""
+    stops_early: bool = False
+    """It is recomputed up to the last tensor that is saved, as by `torch.utils.checkpoint` without reentrance."""
 
     def __post_init__(self) -> None:
         if not self.replaces or min(self.freed_bytes, self.output_bytes, self.milliseconds) < 0:

@@ -18,7 +18,7 @@ from offload_engine.planning.performed import AFTER_EVENT, AFTER_MOVES, EVENT, M
 from offload_engine.planning.recompute import RecomputeOption, options_of
 from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.residents import moves_in_memory
-from offload_engine.planning.segments import SPARE_SHARE, SPARE_SHARE_WITH_LAGS, Reserved, is_small_block, with_spare
+from offload_engine.planning.segments import SPARE_SHARE, SPARE_SHARE_INEXACT, Reserved, is_small_block, with_spare
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.steps import Decision
 
@@ -49,6 +49,10 @@ class Replay:
         job: what ran in it.
         decision: of the steps.
         offered: what can be recomputed.
+
+    Attributes:
+        has_lags: blocks are in use on other streams, by the host's lead longer or shorter.
+        is_exact: all blocks are freed in the order in which they will be.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class Replay:
     ) -> None:
         options = tuple(options_of(offered, decision.choices.recomputed))
         self._step = step
+        self.has_lags: bool = step.has_lags
+        self.is_exact: bool = not (step.has_lags or any(option.stops_early for option in options))
         if step.left_out:
             actions = tuple(action for action in job.actions if action.chunk.microbatch not in step.left_out)
             job = replace(job, actions=actions)
@@ -64,7 +70,7 @@ class Replay:
     @property
     def spare_share(self) -> float:
         """Return by which share of its bytes in use an arena is larger; it is part of what `reserved` returns."""
-        return SPARE_SHARE_WITH_LAGS if self._step.has_lags else SPARE_SHARE
+        return SPARE_SHARE if self.is_exact else SPARE_SHARE_INEXACT
 
     def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved | None:
         """Return what the allocator would reserve; None: not known.

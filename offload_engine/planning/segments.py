@@ -26,10 +26,12 @@ _LEAST_LEFT_LARGE: Final = _MIB + _ROUNDED_TO
 
 SPARE_SHARE: Final = 1 / 64
 """Share of what is used of an arena without an end by which one with an end is larger: there blocks have less room."""
-SPARE_SHARE_WITH_LAGS: Final = 1 / 32
-"""The same, if the budget has room for it, where blocks are in use on other streams, as in pipelines: each has its own
-lead, another one in each step. (Of MoE stages, replayed with random leads for each block, 15 of 1,120 steps lacked
-room with a 64th to spare, 3 with a 32nd, all of one arena.)"""
+SPARE_SHARE_INEXACT: Final = 1 / 32
+"""The same, if the budget has room for it, where some blocks are freed in another order than is replayed. Those in use
+on other streams, as in pipelines, have a lead each, another one in each step: of MoE stages, replayed with random leads
+for each block, 15 of 1,120 steps lacked room with a 64th to spare, 3 with a 32nd, all of one arena. A forward that runs
+again and stops early is another than the recorded one: in three of eight runs of a Qwen2 with checkpointed layers on an
+H200 a block of an MLP had no room with a 64th to spare; all of these would have had room with a 32nd."""
 
 
 def rounded(nbytes: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from offload_engine.planning.replay import ENDLESS
 from offload_engine.planning.segments import (
     SPARE_SHARE,
-    SPARE_SHARE_WITH_LAGS,
+    SPARE_SHARE_INEXACT,
     Block,
     SegmentAllocator,
     rounded,
@@ -66,7 +66,7 @@ class AllocatedBytes:
         arena = self.in_arena
         assert arena is not None
         others = arena.reserved_bytes - ENDLESS - peak_bytes
-        spared = (others + with_spare(arena.arena_bytes, share) for share in (SPARE_SHARE, SPARE_SHARE_WITH_LAGS))
+        spared = (others + with_spare(arena.arena_bytes, share) for share in (SPARE_SHARE, SPARE_SHARE_INEXACT))
         return Wasted(self.segments.reserved_bytes - peak_bytes, *spared)
 
     def reserve_arena(self) -> None:

@@ -117,6 +117,7 @@ def test_below_the_floor_of_offload_layers_are_checkpointed(context: Context, nu
 def test_inputs_of_checkpointed_layers_are_offloaded_until_it_is_removed() -> None:
     job = NetJob(Net(), gpu_budget=lowest()).steps(8)
     assert job.recomputed() == list(range(DEPTH))
+    assert all(option.stops_early for option in job.controller.decider.known.costs.options)
     assert job.handle._groups._checkpointed == set(job.model)  # so what is read is released at once
     assert job.moved[-1] == (DEPTH - 2) * INPUT_BYTES  # the first has no gradient, the last stays
     assert [layer.num_runs for layer in job.model] == [3 + 2 * 5] * DEPTH  # three steps are measured

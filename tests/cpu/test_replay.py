@@ -518,6 +518,18 @@ def test_what_is_recomputed_is_freed_when_its_last_reader_has_run_and_comes_back
     assert peak_mib(longer, job, decision, option) == 8 + 120
 
 
+def test_a_forward_that_stops_early_frees_in_another_order_so_its_arena_has_more_to_spare() -> None:
+    step, job, options, decisions = of_h200()
+    decision = decision_of(decisions[1])
+    early = tuple(dataclasses.replace(option, stops_early=True) for option in options)
+    exact, other = Replay(step, job, decision, options), Replay(step, job, decision, early)
+    found, with_more = present(exact.reserved()), present(other.reserved())
+    assert decision.choices.recomputed and found.arena_bytes == with_more.arena_bytes
+    less, more = (with_spare(found.arena_bytes, share) for share in (1 / 64, 1 / 32))
+    assert with_more.reserved_bytes - found.reserved_bytes == more - less > 0
+    assert Replay(step, job, Decision(), early).is_exact, "it recomputes nothing"
+
+
 def test_what_a_module_allocates_behind_its_last_group_is_recomputed_before_what_its_backward_begins_with() -> None:
     forward = "F0.0 ; +i8 i>0 +x64 x>0 F0.0:0 ; +u16 +o4 -u F0.0:end -o -i -x ;"
     backward = "B0.0 ; +g32 B0.0:0 +a8 +b64 a=i b=x ; -b -g -a end ;"
@@ -677,6 +689,7 @@ def change_replays(
             self._decision = decision
             self._replay = Replay(step, job, decision, *offered)
             self.spare_share = self._replay.spare_share
+            self.has_lags, self.is_exact = self._replay.has_lags, self._replay.is_exact
 
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             return change(present(self._replay.reserved(arena_bytes, lead)), self._decision, arena_bytes)
@@ -726,8 +739,8 @@ def test_an_arena_has_room_however_far_ahead_the_host_is(short: float) -> None:
     of_leads = {1.0: 1100, short: 1200}
 
     class Needs:
-        def __init__(self, spare_share: float) -> None:
-            self.spare_share = spare_share
+        def __init__(self, has_lags: bool) -> None:
+            self.has_lags, self.is_exact, self.spare_share = has_lags, not has_lags, 1 / 32 if has_lags else 1 / 64
 
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             needed = of_leads.get(lead, 1000) * MIB
@@ -735,9 +748,9 @@ def test_an_arena_has_room_however_far_ahead_the_host_is(short: float) -> None:
             return Reserved(arena + 500 * MIB * (arena < needed), 0, needed)
 
     def arena(room: int, *, has_lags: bool = True, must_fit: bool = False) -> tuple[int, int]:
-        replay: Any = Needs(1 / 32 if has_lags else 1 / 64)
+        replay: Any = Needs(has_lags)
         found = replay.reserved()
-        nbytes, more = arena_for(replay, found, room * MIB, has_lags=has_lags, must_fit=must_fit)
+        nbytes, more = arena_for(replay, found, room * MIB, must_fit=must_fit)
         return nbytes, more
 
     usual, usual_without_lags = with_spare(1000 * MIB, 1 / 32), with_spare(1000 * MIB)
@@ -757,7 +770,7 @@ def test_a_smaller_arena_has_some_to_spare() -> None:
     needed = 982
 
     class Needs:
-        spare_share = SPARE_SHARE
+        spare_share, is_exact = SPARE_SHARE, True
 
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             arena = with_spare(1000 * MIB) if arena_bytes is None else arena_bytes
@@ -770,7 +783,7 @@ def test_a_smaller_arena_has_some_to_spare() -> None:
         *((982, 1, True), (982, 28, True), (982, 29, False), (982, 100, False)),
         *((500, 30, True), (500, 31, False)),  # a 32nd of the usual one are 31.75
     ):
-        found = tight_arena(replay, replay.reserved(), over * MIB, has_lags=False)
+        found = tight_arena(replay, replay.reserved(), over * MIB)
         less = segment_bytes(over * MIB)
         assert found == ((usual - less, -less) if fits else None), (needed, over)
 
@@ -780,7 +793,7 @@ def test_a_smaller_arena_has_room_however_far_ahead_the_host_is(short: float | N
     """Where blocks are in use on other streams. All have room in 982 MiB, or in none if the lead is `short`."""
 
     class Needs:
-        spare_share = SPARE_SHARE
+        spare_share, is_exact = SPARE_SHARE, False
 
         def reserved(self, arena_bytes: int | None = None, lead: float = LEAD) -> Reserved:
             arena = with_spare(1000 * MIB) if arena_bytes is None else arena_bytes
@@ -788,7 +801,7 @@ def test_a_smaller_arena_has_room_however_far_ahead_the_host_is(short: float | N
 
     replay: Any = Needs()
     for over, fits in ((1, True), (14, True), (16, False)):  # a 64th of the usual one are 15.9
-        found = tight_arena(replay, replay.reserved(), over * MIB, has_lags=True)
+        found = tight_arena(replay, replay.reserved(), over * MIB)
         assert (found is not None) == (fits and short is None), (over, found)
 
 

@@ -128,7 +128,7 @@ class _Watched:
         if freed <= 0 or self._input_bytes < 0 or not runs_once or self.reason():
             return None
         milliseconds = sum(group.forward_ms for _, group in found)
-        return RecomputeOption(self.kind, frozenset(slot for slot, _ in found), freed, milliseconds)
+        return RecomputeOption(self.kind, frozenset(slot for slot, _ in found), freed, milliseconds, stops_early=True)
 
     def _groups_in(self, shapes: Shapes) -> list[tuple[Slot, GroupShape]]:
         return [
