@@ -111,10 +111,14 @@ def _memory(workload: Workload) -> dict[str, int]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Use kernels whose result does not depend on the order of atomic additions, to be compared bitwise."""
+    """Use kernels whose result does not depend on the order of atomic additions, to be compared bitwise.
+
+    Raises:
+        RuntimeError: in an operator that has none, or without `settings.ENVIRONMENT`.
+    """
     # Costs time, and changes nothing that is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # attention is not deterministic where it only warns
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -17,7 +17,7 @@ from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
 from .longest import Search, predict
-from .settings import CHECKPOINTED, OURS, engine_host_bytes, parse
+from .settings import CHECKPOINTED, ENVIRONMENT, OURS, engine_host_bytes, parse
 
 _PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
 _START_S = 30.0  # for the model of a process
@@ -27,6 +27,8 @@ _SHORT_S = 60.0 + _START_S  # for the short steps that a prediction is made from
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     settings = parse(arguments)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     # The others pin through torch's allocator, by default with cudaHostAlloc at 2 GB/s: a turn of theirs would be over
     # before its first timed step. Registered by threads it takes a few seconds. Steps are not affected.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
