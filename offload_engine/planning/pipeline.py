@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from offload_engine.planning.simulate import run_in_order
 from offload_engine.planning.slowed import factor_of
 from offload_engine.schedule import Action
 
@@ -70,23 +71,11 @@ class Pipeline(NamedTuple):
 
 def _last_end(ranks: Sequence[RankWork], times: Sequence[Sequence[float]]) -> float:
     """Return when the last rank has run its actions, in ms from the begin of the first one."""
-    num_ranks = len(ranks)
-    stages = {action.chunk.stage * num_ranks + rank for rank, work in enumerate(ranks) for action in work.actions}
-    over: dict[tuple[str, int, int], float] = {}  # when an action of a stage and a microbatch has ended
-    clocks, positions = [0.0] * num_ranks, [0] * num_ranks
-    num_over = -1
-    while len(over) > num_over:
-        num_over = len(over)
-        for rank, work in enumerate(ranks):
-            while positions[rank] < len(work.actions):
-                kind, chunk = work.actions[positions[rank]]
-                stage = chunk.stage * num_ranks + rank
-                awaited = kind, stage + (-1 if kind == "F" else 1), chunk.microbatch
-                if awaited[1] in stages and awaited not in over:
-                    break
-                begins = max(clocks[rank], over.get(awaited, 0.0))
-                clocks[rank] = over[kind, stage, chunk.microbatch] = begins + times[rank][positions[rank]]
-                positions[rank] += 1
-    if any(position < len(work.actions) for position, work in zip(positions, ranks, strict=True)):
-        raise ValueError("the ranks wait for each other: their actions are not of one schedule")
+    clocks = [0.0] * len(ranks)
+
+    def run(rank: int, position: int, received: float) -> float:
+        clocks[rank] = max(clocks[rank], received) + times[rank][position]
+        return clocks[rank]
+
+    run_in_order([rank.actions for rank in ranks], run)
     return max(clocks)

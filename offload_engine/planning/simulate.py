@@ -7,7 +7,7 @@ chunks run together, they are simulated one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,11 +40,6 @@ class RankJob:
     bounds: Bounds = field(default_factory=Bounds)
     boundaries: tuple[tuple[Boundary, ...], ...] | None = None
     """The boundaries of each action, as `step_boundaries` lists them, if they are known."""
-
-    def of_actions(self) -> Iterator[tuple[Action, Sequence[Boundary]]]:
-        """Iterate over the actions and their boundaries."""
-        known = self.boundaries or (step_boundaries([action], self.shapes)[:-1] for action in self.actions)
-        return zip(self.actions, known, strict=True)
 
 
 @dataclass(frozen=True)
@@ -112,29 +107,53 @@ def simulate(job: PipelineJob, plans: Sequence[Plan], *, is_drawn: bool = True, 
     return Simulation(max(outcome.milliseconds for outcome in outcomes), outcomes)
 
 
-_Over = dict[tuple[str, int, int], float]
-"""When the forward or backward of a stage for a microbatch was over, on any rank."""
+def run_in_order(ranks: Sequence[Sequence[Action]], run: Callable[[int, int, float], float]) -> None:
+    """Run the actions of all ranks, each behind that of another stage that it awaits.
+
+    Args:
+        ranks: the actions of each, in order; for stages see `PipelineJob`.
+        run: runs one: of which rank, its position, and when the awaited one was over, or 0. Returns when it is over.
+
+    Raises:
+        ValueError: if the ranks wait for each other for ever.
+    """
+    num_ranks = len(ranks)
+    stages = {action.chunk.stage * num_ranks + rank for rank, actions in enumerate(ranks) for action in actions}
+    over: dict[tuple[str, int, int], float] = {}  # when an action of a stage and a microbatch was over
+    positions, num_over = [0] * num_ranks, -1
+    while len(over) > num_over:
+        num_over = len(over)
+        for rank, actions in enumerate(ranks):
+            while positions[rank] < len(actions):
+                kind, chunk = actions[positions[rank]]
+                stage = chunk.stage * num_ranks + rank
+                awaited = kind, stage + (-1 if kind == "F" else 1), chunk.microbatch
+                if awaited[1] in stages and awaited not in over:
+                    break
+                over[kind, stage, chunk.microbatch] = run(rank, positions[rank], over.get(awaited, 0.0))
+                positions[rank] += 1
+    if any(position < len(actions) for position, actions in zip(positions, ranks, strict=True)):
+        raise ValueError("the ranks wait for each other: their actions are not of one schedule")
 
 
 def _run_step(job: PipelineJob, plans: Sequence[Plan], hosts: Sequence[HostBytes], is_drawn: bool) -> list[_Rank]:
-    ranks = [_Rank(job, rank, plan, host, is_drawn) for rank, (plan, host) in enumerate(zip(plans, hosts, strict=True))]
-    over: _Over = {}
-    running, num_over = [rank.run(over) for rank in ranks], -1
-    while running:
-        if len(over) == num_over:
-            raise ValueError("the ranks wait for each other: their actions are not of one schedule")
-        num_over = len(over)
-        running = [actions for actions in running if next(actions, None) is not None]
+    each = zip(job.ranks, plans, hosts, strict=True)
+    ranks = [_Rank(own, job.link, plan, host, is_drawn) for own, plan, host in each]
+
+    def run(rank: int, position: int, received: float) -> float:
+        return ranks[rank].run(position, received)
+
+    run_in_order([rank.actions for rank in job.ranks], run)
+    for rank in ranks:
+        rank.end()
     return ranks
 
 
 class _Rank:
-    def __init__(self, job: PipelineJob, rank: int, plan: Plan, host: HostBytes, is_drawn: bool) -> None:
-        self._job = job.ranks[rank]
-        self._rank = rank
-        self._num_ranks = len(job.ranks)
-        self._last_stage = sum(len(other.shapes) for other in job.ranks) - 1
-        self._clocks = Clocks(job.link, is_drawn)
+    def __init__(self, job: RankJob, link: Link, plan: Plan, host: HostBytes, is_drawn: bool) -> None:
+        self._job = job
+        self._boundaries = job.boundaries or [step_boundaries([action], job.shapes)[:-1] for action in job.actions]
+        self._clocks = Clocks(link, is_drawn)
         self._of_actions: list[ActionTime] = []
         host.begin_step(self._clocks)
         self._executor = SimulatedExecutor(plan, self._job.shapes, self._job.bounds, self._clocks, host)
@@ -145,21 +164,18 @@ class _Rank:
         counters, times = self._executor.counters, tuple(self._of_actions)
         return RankOutcome(clocks.compute, clocks.stalled, counters, clocks.spans, times)
 
-    def run(self, over: _Over) -> Iterator[bool]:
-        """Run all actions; yields while another rank has to continue first."""
-        for action, boundaries in self._job.of_actions():
-            step = -1 if action.kind == "F" else 1
-            stage, microbatch = action.chunk.stage * self._num_ranks + self._rank, action.chunk.microbatch
-            before = (action.kind, stage + step, microbatch)
-            if 0 <= before[1] <= self._last_stage:
-                while before not in over:
-                    yield True
-                self._clocks.receive(over[before])
-            began, stalled = self._clocks.compute, self._clocks.stalled_ms
-            for boundary in boundaries:
-                self._run_to(boundary)
-            over[action.kind, stage, microbatch] = self._clocks.compute
-            self._of_actions.append(ActionTime(self._clocks.compute - began, self._clocks.stalled_ms - stalled))
+    def run(self, position: int, received: float) -> float:
+        """Run the action at this position, behind what another rank has sent; return when it is over."""
+        clocks = self._clocks
+        clocks.receive(received)
+        began, stalled = clocks.compute, clocks.stalled_ms
+        for boundary in self._boundaries[position]:
+            self._run_to(boundary)
+        self._of_actions.append(ActionTime(clocks.compute - began, clocks.stalled_ms - stalled))
+        return clocks.compute
+
+    def end(self) -> None:
+        """End the step behind the last action."""
         self._executor.at(Boundary(ITERATION_END))
 
     def _run_to(self, boundary: Boundary) -> None:
