@@ -19,7 +19,7 @@ from offload_engine.policies import (
     ResidentLayers,
     policy_for,
 )
-from offload_engine.sizes import parse_bytes
+from offload_engine.sizes import Size, parse_bytes, parse_size, size_setting
 
 MIB = 1 << 20
 HOST_POLICIES: tuple[str, ...] = ("keep", "error")
@@ -32,7 +32,7 @@ class OffloadConfig:
     """Settings of one `OffloadEngine`.
 
     Raises:
-        ValueError: if a value is outside its range, at construction.
+        ValueError: if a value is outside its range, or the text of a budget is not a size, at construction.
         TypeError: if a size is not an integer.
     """
 
@@ -62,10 +62,11 @@ class OffloadConfig:
     """How many bytes of groups stay on the device, over all chunks that wait for their backward: those that each chunk
     saves last. Applies from the second step on, as `fraction` does."""
 
-    gpu_budget: int | Literal["auto"] | None = None
+    gpu_budget: int | str | None = None
     """Bytes that this process may hold on its GPU, CUDA context included (on the CPU device: bytes of saved tensors in
-    groups). The engine measures a few steps and decides what stays; see docs/budget.md. "auto": all memory of the
-    GPU, less twice its measured variation. None: `policy` decides."""
+    groups). The engine measures a few steps and decides what stays; see docs/budget.md. A text is a size ("60GiB"),
+    a share of the GPU ("90%") or "auto": all memory of the GPU, less twice its measured variation. None: `policy`
+    decides."""
 
     recompute: Literal["auto", "off"] = "auto"
     """Whether a budget may recompute layers in backward instead of saving them, if that takes less time than copies.
@@ -83,6 +84,8 @@ class OffloadConfig:
     """Mark groups and account for their bytes, but move nothing: shows how much offload could move."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.gpu_budget, str):
+            object.__setattr__(self, "gpu_budget", _read_budget(self.gpu_budget))
         for field in ("min_tensor_bytes", "host_limit_bytes", "kept_bytes", "gpu_budget"):
             self._check_size(field)
         if self.min_tensor_bytes > _LARGEST_STORAGE:
@@ -143,7 +146,7 @@ class OffloadConfig:
 
     def _check_size(self, field: str) -> None:
         value = getattr(self, field)
-        if field == "gpu_budget" and value == "auto":
+        if field == "gpu_budget" and isinstance(value, str):  # read before
             return
         optional = type(self).__dataclass_fields__[field].default is None
         if value is None and optional:
@@ -214,10 +217,16 @@ class OffloadConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _read_budget(text: str) -> int | str:
+    """Return a budget in bytes, or the text of one that depends on the memory of a GPU."""
+    size = size_setting("gpu_budget", text, parse_size)
+    assert isinstance(size, Size)
+    return str(size) if size.nbytes is None else size.nbytes
+
+
 def _in_bytes(name: str, value: Any) -> Any:
     """Return the value of a setting; a size given as text becomes a number of bytes."""
-    is_size = name.endswith("_bytes") or (name == "gpu_budget" and value != "auto")
-    if not (isinstance(value, str) and is_size):
+    if not (isinstance(value, str) and name.endswith("_bytes")):
         return value
     try:
         return parse_bytes(value)

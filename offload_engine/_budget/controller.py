@@ -15,7 +15,7 @@ from offload_engine._budget.hold import HoldWatch
 from offload_engine._budget.idleness import Idleness
 from offload_engine._budget.in_force import InForce
 from offload_engine._budget.last_step import LastStep
-from offload_engine._budget.margin import margin_of
+from offload_engine._budget.margin import budget_bytes, margin_of
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.state import State, check_following
 from offload_engine._budget.summary import Measured
@@ -302,9 +302,11 @@ def make_budget(
     """Make the controller of an engine; None without a budget. The budget "auto" is measured.
 
     If the device does not report its memory, the resident bytes of `counters` stand for it.
+
+    Raises:
+        ValueError: if the budget is above the memory of the device, or depends on it where it is not known.
     """
     if gpu_budget is None:
         return None
-    nbytes = gpu_budget if isinstance(gpu_budget, int) else None
     gauge = context.device.memory or ResidentGauge(counters)
-    return BudgetController(nbytes, context, policy, keeping, gauge)
+    return BudgetController(budget_bytes(gpu_budget, gauge), context, policy, keeping, gauge)

@@ -6,11 +6,16 @@ from __future__ import annotations
 from typing import Final
 
 from offload_engine._devices.base import MemoryGauge
+from offload_engine.sizes import Size, parse_size
 
 _LEAST_BYTES: Final = 128 << 20
 """Communicators and libraries allocate later, too."""
 _TIMES: Final = 2
 """Factor by which the variation over many steps may exceed that over a few."""
+_NO_GPU: Final = (
+    "gpu_budget={!r} depends on the memory of a GPU, and there is none here: give a number of bytes, which then bounds "
+    "saved tensors"
+)
 
 
 class Margin:
@@ -35,6 +40,28 @@ class Margin:
         return self._total_bytes - max(_LEAST_BYTES, _TIMES * varied)
 
 
+def budget_bytes(gpu_budget: int | str, gauge: MemoryGauge) -> int | None:
+    """Return a budget in bytes; None if it is "auto", which is measured.
+
+    Args:
+        gpu_budget: bytes, a share of the GPU such as "90%", or "auto".
+        gauge: of the device.
+
+    Raises:
+        ValueError: if it is a share and there is no GPU, or above the memory of the GPU.
+    """
+    total = gauge.total_bytes()
+    size = parse_size(gpu_budget) if isinstance(gpu_budget, str) else Size(gpu_budget)
+    if size == Size():
+        return None
+    if size.percent is not None and not total:
+        raise ValueError(_NO_GPU.format(gpu_budget))
+    nbytes = size.resolve(total)
+    if total and nbytes > total:
+        raise ValueError(f"gpu_budget is {nbytes:,} bytes, more than the {total:,} of the GPU: lower it, or set 'auto'")
+    return nbytes
+
+
 def margin_of(gauge: MemoryGauge) -> Margin:
     """Return the margin of a GPU.
 
@@ -43,8 +70,5 @@ def margin_of(gauge: MemoryGauge) -> Margin:
     """
     total = gauge.total_bytes()
     if not total:
-        raise ValueError(
-            "gpu_budget='auto' depends on the memory of a GPU, and there is none here: give a number of bytes, which "
-            "then bounds saved tensors"
-        )
+        raise ValueError(_NO_GPU.format("auto"))
     return Margin(total)

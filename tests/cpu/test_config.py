@@ -8,6 +8,7 @@ import re
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload_engine import FixedBounds, OffloadEngine, Planned
+from offload_engine._budget.margin import budget_bytes
 from offload_engine._devices import CpuDevice
 from offload_engine.config import MIB, OffloadConfig
 from offload_engine.frontends._common.device import _compute_devices, device_for
@@ -31,8 +33,18 @@ from offload_engine.sizes import Size, parse_bytes, parse_size
         *(
             (TypeError, f"{name} must be an integer number of bytes", {name: value})
             for name in ("min_tensor_bytes", "host_limit_bytes", "gpu_budget")
-            for value in (1.5, 1e6, "1MiB", True)
+            for value in (1.5, 1e6, True)
         ),
+        *(
+            (
+                TypeError,
+                "must be an integer number of bytes, such as 60 << 30, or use OffloadConfig.from",
+                {name: "1MiB"},
+            )
+            for name in ("min_tensor_bytes", "host_limit_bytes")
+        ),
+        (ValueError, "gpu_budget: 'much' is not a size", {"gpu_budget": "much"}),
+        (ValueError, "gpu_budget: '0%'", {"gpu_budget": "0%"}),
         (ValueError, "host_policy must be one of keep, error, got 'spill'", {"host_policy": "spill"}),
         (ValueError, "more than any storage has: nothing could ever be off", {"min_tensor_bytes": 2**70}),
         (ValueError, "nothing could ever be offloaded. Raise the limit or lower", {"host_limit_bytes": MIB - 1}),
@@ -75,6 +87,24 @@ def test_sizes_of_a_command_line_are_taken_as_people_type_them() -> None:
     for text, message in (("x", "min_tensor_bytes: 'x' is not a size"), ("50%", "min_tensor_bytes: '50%' depends on")):
         with pytest.raises(ValueError, match=message):
             OffloadConfig.from_flags(min_tensor_bytes=text)
+
+
+def test_a_budget_may_be_text_and_stays_text_where_it_depends_on_a_gpu() -> None:
+    texts = {"60GiB": 60 << 30, "60G": 60 << 30, "1.5 GB": 1_500_000_000, "512": 512, "90%": "90%", " Auto ": "auto"}
+    for text, expected in texts.items():
+        assert OffloadConfig(gpu_budget=text).gpu_budget == expected, text
+        assert OffloadConfig.from_flags(gpu_budget=text) == OffloadConfig(gpu_budget=expected), text
+
+
+def test_a_budget_is_a_share_of_the_gpu_and_not_above_it() -> None:
+    gpu, none = (mock.Mock(**{"total_bytes.return_value": total}) for total in (1000, 0))
+    assert [budget_bytes(size, gpu) for size in (0, 1000, "50%", "100%", "auto")] == [0, 1000, 500, 1000, None]
+    assert [budget_bytes(size, none) for size in (1001, "auto")] == [1001, None]
+    with pytest.raises(ValueError, match="gpu_budget is 1,001 bytes, more than the 1,000 of the GPU: lower it"):
+        budget_bytes(1001, gpu)
+    for size in ("50%", "auto"):
+        with pytest.raises(ValueError, match=f"gpu_budget='{size}' depends on the memory of a GPU, and there is none"):
+            OffloadEngine(OffloadConfig(gpu_budget=size, directory="none"), CpuDevice("none"))
 
 
 # -- the device of an engine ------------------------------------------------------------------------------------------
