@@ -5,16 +5,34 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from offload_engine import OffloadEngine
 from offload_engine.plan_files import plot_budget, save_plan
-from offload_engine.planning.saved_plan import SavedPlan, parse_saved
+from offload_engine.planning.saved_plan import SavedPlan, check_described, parse_saved
 
 logger = logging.getLogger(__name__)
+
+
+_SIZES: Final = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_moe_experts"),
+    *("moe_ffn_hidden_size", "moe_router_topk", "fp8", "sequence_parallel"),
+    *(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model")),
+    *(f"{name}_parallel_size" for name in ("context", "expert_model", "expert_tensor")),
+)
+"""Fields of `TransformerConfig` by which another model or layout saves other groups, or as many bytes more."""
+
+
+def described(config: Any, seq_length: int | None, micro_batch_size: int | None) -> dict[str, object]:
+    """Return what a plan is for, as plain values by name."""
+    found = {name: getattr(config, name, None) for name in _SIZES}
+    found |= {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+    return {name: value if isinstance(value, (int, str, type(None))) else str(value) for name, value in found.items()}
 
 
 class PlanFiles:
@@ -24,17 +42,19 @@ class PlanFiles:
         plan: file to begin with, if it exists, and to write; with several ranks, each has its own.
         plot: file for the picture of rank 0.
         has_report: log the tables of rank 0.
+        model: what plans are for; see `described`.
 
     Raises:
         ValueError: if a file cannot be written there, or matplotlib is missing; names the flag.
     """
 
-    def __init__(self, plan: str | None, plot: str | None, has_report: bool) -> None:
+    def __init__(self, plan: str | None, plot: str | None, has_report: bool, model: Mapping[str, object]) -> None:
         is_first = _rank() == 0
         self._plan = None if plan is None else _of_this_rank(plan)
         self._plot = plot if is_first else None
         self._has_report = has_report and is_first
         self._is_over = False
+        self._model = model
         for flag, file in (("--offload-plan", plan), ("--offload-plan-plot", plot)):
             if file is not None and not Path(file).resolve().parent.is_dir():
                 raise ValueError(f"{flag} {file}: there is no directory {Path(file).resolve().parent}: create it first")
@@ -50,11 +70,13 @@ class PlanFiles:
         """Return the plan in the file; None if there is none.
 
         Raises:
-            ValueError: if the file is not a plan, or recomputes and that is forbidden.
+            ValueError: if the file is not a plan, or one of another model or layout, or recomputes and that is
+                forbidden.
         """
         if self._plan is None or not os.path.exists(self._plan):
             return None
         saved = parse_saved(Path(self._plan).read_text(), self.source)
+        check_described(saved, self._model, self.source)
         if saved.allowance.choices.recomputed and not may_recompute:
             raise ValueError(
                 f"{self.source} recomputes, which --offload-recompute off forbids: remove the file, and "
@@ -87,7 +109,7 @@ class PlanFiles:
     def _write(self, engine: OffloadEngine) -> None:
         try:
             if self._plan is not None:
-                save_plan(engine, self._plan)
+                save_plan(engine, self._plan, model=self._model)
             if self._plot is not None:
                 plot_budget(engine, self._plot)
         except OSError as error:  # must not end a training run

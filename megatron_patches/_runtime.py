@@ -37,7 +37,7 @@ from megatron_patches._model.validate import (
     why_nothing_moved,
 )
 from megatron_patches._model.whole_steps import release_captured
-from megatron_patches._plan_files import PlanFiles
+from megatron_patches._plan_files import PlanFiles, described
 from megatron_patches._rows.runtime import Step
 from megatron_patches._second_step import SecondStep
 from megatron_patches._training_log import TrainingLog
@@ -318,7 +318,8 @@ class ModelRuntime:
         engine, files, saved, problem, asked = None, None, None, None, settings
         peers = Peers(step.stage, step.pipeline)
         try:
-            files = PlanFiles(settings.plan, settings.plan_plot, has_report(step.config, self._defaults))
+            model = described(step.config, step.seq_length, step.micro_batch_size)
+            files = PlanFiles(settings.plan, settings.plan_plot, has_report(step.config, self._defaults), model)
             saved = files.read(settings.may_recompute)
             settings = _with_candidates(step, settings)
             if saved is not None:

@@ -4,20 +4,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from offload_engine.engine_view import EngineView
 from offload_engine.errors import OffloadError
-from offload_engine.planning.saved_plan import format_saved, parse_saved
+from offload_engine.planning.saved_plan import check_described, format_saved, parse_saved
 
 _GIB: Final = 1 << 30
 _NOTHING: Final = "the engine has no gpu_budget, or has not measured a step yet"
 
 
-def save_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
+def save_plan(engine: EngineView, file: str | os.PathLike[str], *, model: Mapping[str, object] | None = None) -> None:
     """Write the decision of `OffloadConfig.gpu_budget`, for `load_plan`.
+
+    Args:
+        engine: has a budget.
+        file: to write.
+        model: what the plan is for, such as sizes of the model and its layout: numbers, texts and None, by name.
 
     Raises:
         OffloadError: without a budget, and before the first decision.
@@ -27,24 +33,32 @@ def save_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
     saved = None if controller is None else controller.decider.saved
     if saved is None:
         raise OffloadError(f"no plan to save: {_NOTHING}")
-    Path(file).write_text(format_saved(saved))
+    Path(file).write_text(format_saved(saved if model is None else replace(saved, model=model)))
 
 
-def load_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
+def load_plan(engine: EngineView, file: str | os.PathLike[str], *, model: Mapping[str, object] | None = None) -> None:
     """Begin with a plan that `save_plan` has written, instead of measuring. Call it before the first iteration.
 
-    A plan that takes more than the budget is not used. A plan of another model is refused when the second iteration
-    begins and the groups of this model are known, with a ValueError that names the file.
+    A plan that takes more than the budget is not used. A plan of another model that `model` does not tell apart is
+    refused when the second iteration begins and the groups of this model are known, with a ValueError that names the
+    file.
+
+    Args:
+        engine: has a budget.
+        file: to read.
+        model: what the plan is to be for; see `save_plan`. None: not known.
 
     Raises:
         OffloadError: without a budget, and after the first iteration.
-        ValueError: if the file is not a plan.
+        ValueError: if the file is not a plan, or one of another model or layout.
         OSError: if the file cannot be read.
     """
     controller = engine.budget
     if controller is None or controller.has_begun:
         raise OffloadError("load_plan() needs OffloadConfig(gpu_budget=...); call it before the first iteration")
-    controller.start_with(parse_saved(Path(file).read_text(), os.fspath(file)), os.fspath(file))
+    saved, source = parse_saved(Path(file).read_text(), os.fspath(file)), os.fspath(file)
+    check_described(saved, model or {}, source)
+    controller.start_with(saved, source)
 
 
 def plot_budget(engine: EngineView, file: str | os.PathLike[str]) -> None:

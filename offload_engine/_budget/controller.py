@@ -41,6 +41,8 @@ _MAX_TRIES: Final = 8
 _WINDOW_STEPS: Final = 50
 _OPTIMIZED: Final = 2
 """Steps after which optimizers have their state, which no arena of a given plan has room for."""
+_TIMED_STEPS: Final = 4
+"""Of a plan that was given, the first ones, which its table shows. To time a step waits for the device."""
 _US: Final = 1e3
 """Of a millisecond."""
 
@@ -100,7 +102,7 @@ class BudgetController(BudgetView):
         if self.state is State.MEASURE:
             self._recorder = MeasuringRecorder(self._device, self._gauge)
             self.decider.runs.notes = self._recorder.allocation_notes
-        self._last.begin(not self.is_settled)
+        self._last.begin(not self.is_settled or (self.decider.chosen is None and self._num_steps <= _TIMED_STEPS))
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -273,8 +275,8 @@ class BudgetController(BudgetView):
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
-        held_bytes, allocated_bytes = self._last.held_bytes(), self._last.peak_bytes
-        self.measured = self.measured._replace(held_bytes=held_bytes, allocated_bytes=allocated_bytes)
+        step_ms = self._last.milliseconds if self.decider.chosen is None else self.measured.milliseconds
+        self.measured = Measured(self._last.held_bytes(), self._last.peak_bytes, step_ms)
         self._hold.wants_measure |= has_outgrown(self.decider, self._last.chunk_bytes)
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
         if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._hold.wants_measure),)) != (0,):
@@ -284,7 +286,7 @@ class BudgetController(BudgetView):
         if is_window_over:
             self._hold.use_what_is_left()
         if was_settled:
-            self._hold.answer(held_bytes, is_window_over)
+            self._hold.answer(self.measured.held_bytes, is_window_over)
 
     def _measure_again(self, why: str) -> None:
         self._hold.wants_measure = False

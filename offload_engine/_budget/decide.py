@@ -25,6 +25,7 @@ from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.module_runs import ModuleRuns
 from offload_engine._budget.stages import Stages
+from offload_engine._budget.summary import saved_of
 from offload_engine._budget.taken import TakenPlan, take
 from offload_engine._devices.base import MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
@@ -139,7 +140,7 @@ class Decider:
         """Return the decision in force, or the one to begin with; None without one."""
         if self.chosen is None:
             return None if self._taken is None else self._taken.saved
-        return SavedPlan(allowance_of(self.chosen, self._shapes(), self.actions), self.chosen.best.held_bytes)
+        return saved_of(self.chosen, self._shapes(), self.actions)
 
     def join(self, agree: Agree, agree_all: Agree, place: tuple[int, int] = (0, 1)) -> None:
         """Decide together with other ranks, within the smallest budget of those that decide alike. Each rank calls it.

@@ -8,8 +8,12 @@ from typing import Final, NamedTuple
 
 from rich.table import Table
 
+from offload_engine._budget.allowing import allowance_of
 from offload_engine._observe.report import as_text
 from offload_engine.planning.choose import Chosen
+from offload_engine.planning.saved_plan import PlanFigures, SavedPlan
+from offload_engine.planning.shapes import Shapes
+from offload_engine.schedule import Action
 
 _MIB: Final = 1 << 20
 
@@ -25,7 +29,7 @@ class BudgetSummary:
     """In the last step that was verified or watched; 0 before."""
     predicted_step_ms: float
     measured_step_ms: float
-    """Of the last step that was verified; 0 before."""
+    """Of the last step that was verified, or of the first ones with a plan that was given; 0 before."""
     kept_bytes: int
     offloaded_bytes: int
     recomputed_bytes: int
@@ -52,37 +56,60 @@ class Measured(NamedTuple):
     """Of the last step that was verified."""
 
 
-def summary_of(chosen: Chosen, budget_bytes: int, measured: Measured, outside_bytes: int) -> BudgetSummary:
-    """Sum up a decision.
-
-    Args:
-        chosen: the decision.
-        budget_bytes: the budget.
-        measured: what the last step that was verified or watched took.
-        outside_bytes: held outside torch's allocator.
-    """
+def figures_of(chosen: Chosen) -> PlanFigures:
+    """Return what is predicted of a step with a decision."""
     best, floor = chosen.best, chosen.floor
-    return BudgetSummary(
-        budget_bytes=budget_bytes,
-        predicted_peak_bytes=best.held_bytes,
-        measured_peak_bytes=measured.held_bytes,
-        predicted_step_ms=chosen.step_ms,
-        measured_step_ms=measured.milliseconds,
+    return PlanFigures(
+        step_ms=chosen.step_ms,
+        allocated_bytes=best.allocated_bytes,
         kept_bytes=sum(best.kept_bytes.values()),
         offloaded_bytes=sum(best.moved_bytes.values()),
         recomputed_bytes=sum(best.recomputed_bytes.values()),
         exposed_ms=best.stalled_ms,
         lowest_bytes=floor.held_bytes,
         lowest_step_ms=floor.step_ms,
-        predicted_allocated_bytes=best.allocated_bytes,
+    )
+
+
+def saved_of(chosen: Chosen, shapes: Shapes, actions: tuple[Action, ...]) -> SavedPlan:
+    """Return a decision as it is saved; see `allowance_of`."""
+    return SavedPlan(allowance_of(chosen, shapes, actions), chosen.best.held_bytes, figures_of(chosen))
+
+
+def summary_of(
+    held_bytes: int, figures: PlanFigures, budget_bytes: int, measured: Measured, outside_bytes: int
+) -> BudgetSummary:
+    """Sum up a decision.
+
+    Args:
+        held_bytes: the most that the process holds with it, as predicted.
+        figures: what else is predicted.
+        budget_bytes: the budget.
+        measured: what the last step that was verified or watched took.
+        outside_bytes: held outside torch's allocator.
+    """
+    return BudgetSummary(
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=held_bytes,
+        measured_peak_bytes=measured.held_bytes,
+        predicted_step_ms=figures.step_ms,
+        measured_step_ms=measured.milliseconds,
+        kept_bytes=figures.kept_bytes,
+        offloaded_bytes=figures.offloaded_bytes,
+        recomputed_bytes=figures.recomputed_bytes,
+        exposed_ms=figures.exposed_ms,
+        lowest_bytes=figures.lowest_bytes,
+        lowest_step_ms=figures.lowest_step_ms,
+        predicted_allocated_bytes=figures.allocated_bytes,
         measured_allocated_bytes=measured.allocated_bytes,
         outside_bytes=outside_bytes,
     )
 
 
-def budget_text(summary: BudgetSummary, chosen: Chosen) -> str:
-    """Return the tables of a decision: the groups by name, and the predictions."""
-    return as_text(_module_table(chosen), _total_table(summary))
+def budget_text(summary: BudgetSummary, chosen: Chosen | None) -> str:
+    """Return the tables of a decision: the groups by name, unless a plan was given, and the predictions."""
+    tables = [] if chosen is None else [_module_table(chosen)]
+    return as_text(*tables, _total_table(summary))
 
 
 def _module_table(chosen: Chosen) -> Table:

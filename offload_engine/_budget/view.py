@@ -14,7 +14,7 @@ from offload_engine._budget.hold_times import HoldTimes
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.shortage import MemoryParts, shortage_text
 from offload_engine._budget.state import State
-from offload_engine._budget.summary import BudgetSummary, Measured, budget_text, summary_of
+from offload_engine._budget.summary import BudgetSummary, Measured, budget_text, figures_of, summary_of
 from offload_engine._devices.base import MemoryGauge
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,15 @@ class BudgetView:
 
     @property
     def summary(self) -> BudgetSummary | None:
-        """Return the figures of the decision; None before there is one."""
-        chosen = self.decider.chosen
-        if chosen is None:
+        """Return the figures of the decision, or of the plan that was given; None before there is one."""
+        chosen, decider = self.decider.chosen, self.decider
+        if chosen is not None:
+            predicted = chosen.best.held_bytes, figures_of(chosen)
+        elif (saved := decider.saved) is not None:
+            predicted = saved.held_bytes, saved.figures
+        else:
             return None
-        return summary_of(chosen, self.decider.budget_bytes, self.measured, self._gauge.outside_bytes())
+        return summary_of(*predicted, decider.budget_bytes, self.measured, self._gauge.outside_bytes())
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -81,8 +85,8 @@ class BudgetView:
 
     def report(self) -> str:
         """Return the table of the decision; empty before there is one."""
-        chosen, summary = self.decider.chosen, self.summary
-        return "" if chosen is None or summary is None else budget_text(summary, chosen)
+        summary = self.summary
+        return "" if summary is None else budget_text(summary, self.decider.chosen)
 
     def log(self) -> None:
         """Log the decision with its measurements."""

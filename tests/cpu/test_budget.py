@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -304,6 +305,11 @@ def test_a_plan_is_saved_and_given_back(make: Make, tmp_path: Path) -> None:
     assert_same_training(resumed, job)
     assert resumed.states == [State.HOLD] * 4 and max(resumed.peaks[1:]) <= budget
     assert resumed.moved[-1] == job.moved[-1]
+    known, found = job.summary, resumed.summary
+    names = [field.name for field in dataclasses.fields(found) if field.name[:8] not in ("measured", "outside_")]
+    assert [getattr(found, name) for name in names] == [getattr(known, name) for name in names]
+    assert 0 < found.measured_peak_bytes <= budget and found.measured_step_ms > 0
+    assert "Budget: the whole step" in resumed.controller.report() and "by group" not in resumed.controller.report()
     save_plan(resumed.engine, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == file.read_text()
 
@@ -337,10 +343,29 @@ def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used
     load_plan(other.engine, file)  # is above the budget, so that the first one stays
     with pytest.raises(ValueError, match=r"^\S+plan.json is of another model or layout: it names a group 0 0 down 0 "):
         other.steps(2)
-    for name, value in (("held_bytes", None), ("held_bytes", 1.5), ("slots", [["0", *plan["slots"][0][1:]]])):
+    figures = {**plan["figures"], "step_ms": "1"}
+    wrong: list[tuple[str, Any]] = [
+        ("held_bytes", None),
+        ("held_bytes", 1.5),
+        ("slots", [["0", *plan["slots"][0][1:]]]),
+    ]
+    for name, value in (*wrong, ("figures", figures), ("figures", {}), ("model", 3)):
         file.write_text(json.dumps({**plan, name: value}))
         with pytest.raises(ValueError, match="plan.json is not a plan of this version .* remove it"):
             load_plan(OffloadEngine(config(gpu_budget=1)), file)
+
+
+def test_a_plan_that_says_of_which_model_it_is_is_refused_before_a_step(tmp_path: Path) -> None:
+    file, job = tmp_path / "plan.json", ByHand(config(gpu_budget=1 << 40)).steps(6)
+    save_plan(job.engine, file, model={"layers": 4, "experts": None, "fp8": "e4m3"})
+    for model in ({"layers": 4, "experts": None, "tokens": 8}, {}, None):
+        load_plan(ByHand(config(gpu_budget=1 << 40)).engine, file, model=model)
+    message = (
+        "^.*plan.json is of another model or layout: of {}, and this one has {}. Remove it, and a new one is made$"
+    )
+    for name, other, texts in (("layers", 6, ("layers 4", "6")), ("experts", 8, ("experts None", "8"))):
+        with pytest.raises(ValueError, match=message.format(*texts)):
+            load_plan(ByHand(config(gpu_budget=1 << 40)).engine, file, model={name: other})
 
 
 def test_what_files_need_and_what_excludes_a_budget(tmp_path: Path) -> None:

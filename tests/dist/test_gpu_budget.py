@@ -244,6 +244,11 @@ def test_a_plan_is_written_drawn_and_given_back_unless_it_recomputes_what_may_no
     assert view.decider.chosen is None  # nothing was measured
     assert any(gathered(view.decider.saved.allowance.choices.recomputed))
     assert again[-1] == peaks[-1]
+    assert view.summary.measured_step_ms > 0 and "Budget: the whole step" in view.report()
+    with pytest.raises(
+        ValueError, match=r"^--offload-plan \S+ is of another model or layout: of ffn_hidden_size \d+, and"
+    ):
+        _train("dense", f"{budget}", expected, ffn_hidden_size=48, **files)
     with pytest.raises(ValueError, match=r"--offload-plan \S+ recomputes, which --offload-recompute off forbids"):
         _train("dense", f"{budget}", expected, offload_recompute="off", **files)
     with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
