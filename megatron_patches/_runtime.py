@@ -18,7 +18,7 @@ from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
 from megatron_patches._model.candidates import check_plan, find_among, find_candidates
 from megatron_patches._model.fsdp import gathered_weights
-from megatron_patches._model.gpu_budget import budget_bytes
+from megatron_patches._model.gpu_budget import budget_of
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.host_claims import HostClaims
 from megatron_patches._model.modules import drop_parts
@@ -366,7 +366,7 @@ class ModelRuntime:
         place = _place(step)
         config = settings.engine
         if settings.gpu_budget is not None:
-            config = config.replace(gpu_budget=budget_bytes(settings.gpu_budget))
+            config = config.replace(gpu_budget=budget_of(settings.gpu_budget))
         if settings.rank_delta_bytes:
             config = config.replace(kept_bytes=place[0] * settings.rank_delta_bytes)
         return OffloadEngine(config, meter=self._meter, pipeline=place, logs_first_step=False)

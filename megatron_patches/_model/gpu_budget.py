@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import torch
 
+from offload_engine._budget.margin import LEAST_MARGIN_BYTES
 from offload_engine.sizes import Size, format_bytes
 
-_MARGIN_SHARE = 64
-_MARGIN_BYTES = 512 << 20
-"""The least that "auto" leaves free: communicators and libraries allocate after the first step, too."""
 
+def budget_of(size: Size) -> int | str:
+    """Return a budget for `OffloadConfig`, on the current GPU or, without a GPU, in bytes of saved tensors.
 
-def budget_bytes(size: Size) -> int:
-    """Return a budget in bytes, on the current GPU or, without a GPU, of saved tensors.
+    A size or a share is returned in bytes; "auto" stays that, because the engine measures what it must leave.
 
     Raises:
         ValueError: if it is a share but there is no GPU, above the GPU's memory, or below what is taken before the
@@ -28,16 +27,19 @@ def budget_bytes(size: Size) -> int:
         return size.nbytes
     free, total = torch.cuda.mem_get_info()
     held = total - free - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
-    return checked(size, total, held)
+    nbytes = checked(size, total, held)
+    return "auto" if size == Size() else nbytes
 
 
 def checked(size: Size, total_bytes: int, held_bytes: int) -> int:
     """Return a budget in bytes on a GPU with `total_bytes`, of which `held_bytes` are taken before the first step.
 
+    Of "auto" it is the most that may come of it.
+
     Raises:
-        ValueError: as `budget_bytes`.
+        ValueError: as `budget_of`.
     """
-    nbytes = size.resolve(total_bytes, max(total_bytes // _MARGIN_SHARE, _MARGIN_BYTES))
+    nbytes = size.resolve(total_bytes, LEAST_MARGIN_BYTES)
     if nbytes > total_bytes:
         raise ValueError(
             f"--offload-gpu-budget {size} is above the {format_bytes(total_bytes)} of the GPU: lower it, or give auto"

@@ -43,9 +43,16 @@ def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str
 
 
 def _budget_bytes(own: Size, job: TrainingJob, hardware: Hardware) -> int:
-    """Return `--budget`, or otherwise the budget of the run itself."""
-    if own == Size() and job.settings.gpu_budget is not None:
-        return checked(job.settings.gpu_budget, hardware.gpu_bytes, 0)
+    """Return `--budget`, or otherwise the budget of the run itself.
+
+    Raises:
+        ValueError: if both are given, or the run's is above the memory of a GPU.
+    """
+    of_run = job.settings.gpu_budget
+    if own != Size() and of_run is not None:
+        raise ValueError(f"--budget {own} and --offload-gpu-budget {of_run} both say what a GPU may hold: give one")
+    if of_run is not None:
+        return checked(of_run, hardware.gpu_bytes, 0)
     return budget_on(hardware, own)
 
 

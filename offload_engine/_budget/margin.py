@@ -8,8 +8,8 @@ from typing import Final
 from offload_engine._devices.base import MemoryGauge
 from offload_engine.sizes import Size, parse_size
 
-_LEAST_BYTES: Final = 128 << 20
-"""Communicators and libraries allocate later, too."""
+LEAST_MARGIN_BYTES: Final = 512 << 20
+"""Communicators, libraries and whatever saves checkpoints allocate later, too."""
 _TIMES: Final = 2
 """Factor by which the variation over many steps may exceed that over a few."""
 _NO_GPU: Final = (
@@ -34,10 +34,10 @@ class Margin:
         self._extras.append(held_bytes - peak_bytes)
 
     def budget_bytes(self) -> int:
-        """Return what the process may hold: the whole memory, less twice the variation."""
+        """Return what the process may hold: the whole memory, less twice the variation, or a least margin."""
         settled = self._extras[1:] or self._extras  # in the first step libraries are loaded
         varied = max(settled, default=0) - min(settled, default=0)
-        return self._total_bytes - max(_LEAST_BYTES, _TIMES * varied)
+        return self._total_bytes - max(LEAST_MARGIN_BYTES, _TIMES * varied)
 
 
 def budget_bytes(gpu_budget: int | str, gauge: MemoryGauge) -> int | None:

@@ -715,7 +715,7 @@ def test_what_all_ranks_decide_together_is_replayed_if_they_know_the_same(monkey
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("extra", "margin"), [(0, 128 << 20), (100 << 20, 200 << 20)])
+@pytest.mark.parametrize(("extra", "margin"), [(0, 512 << 20), (100 << 20, 512 << 20), (300 << 20, 600 << 20)])
 def test_auto_leaves_twice_what_varied_between_steps(extra: int, margin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the third step the process holds so much more besides what is allocated; in the first it loads libraries."""
     now = [0]

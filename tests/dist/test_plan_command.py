@@ -141,7 +141,7 @@ def test_what_stays_on_a_run_stays_in_the_forecast() -> None:
     assert moved["sizes"][first][2] == moved["fraction"][first][2] == 0
     assert moved["by rank"][first] == everything[first] and moved["by rank"][last][2] == 0
     assert {name for _, name in moved["default names"]} == {"core_attn"}
-    assert "137.62 of 139.8 GiB of each GPU" in tables["budget"]
+    assert "139.30 of 139.8 GiB of each GPU" in tables["budget"]
 
 
 @on_ranks(None)
@@ -157,6 +157,10 @@ def test_flags_behind_the_script_are_those_in_front_of_it() -> None:
 MISTAKES = [
     (["--plan", "--budget", "200GiB", *JOB], "--budget 200GiB is above the 139.8"),
     (["--plan", *JOB, "--offload-gpu-budget", "200GiB"], "--offload-gpu-budget 200GiB is above"),
+    (
+        ["--plan", "--budget", "6GiB", *JOB, "--offload-gpu-budget", "50%"],
+        "--budget 6GiB and --offload-gpu-budget 50% both",
+    ),
     (["--plan", *NAMES, "router_fc1", *JOB], "--offload-modules matches nothing in this model: 'router_fc1'"),
     (["--plan", *JOB, *AUTO, "--offload-min-tensor-bytes", "moe_act=1"], "moe_act=1, but 'moe_act' has no group"),
     (["--plan", *NAMES, "--offload-dir", "/tmp", *JOB], "--offload-dir /tmp is for a run without"),
