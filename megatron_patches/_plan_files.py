@@ -56,6 +56,8 @@ class PlanFiles:
         self._is_over = False
         self._model = model
         for flag, file in (("--offload-plan", plan), ("--offload-plan-plot", plot)):
+            if file is not None and Path(file).is_dir():
+                raise ValueError(f"{flag} {file} is a directory: give a file in it")
             if file is not None and not Path(file).resolve().parent.is_dir():
                 raise ValueError(f"{flag} {file}: there is no directory {Path(file).resolve().parent}: create it first")
         if plot is not None and find_spec("matplotlib") is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine.planning.clocks import Link
@@ -62,11 +63,23 @@ def hardware_of(name: str, file: str | None, recordings: Sequence[str]) -> Hardw
     """Return the machine that the options name.
 
     Raises:
-        ValueError: if it is unknown, or a recording has no copies both ways.
-        OSError: if a file cannot be read.
+        ValueError: if it is unknown, a file cannot be read, or a recording has no copies both ways; names the flag.
     """
-    hardware = find_hardware(name, file)
-    return with_link(hardware, recorded_link(recordings)) if recordings else hardware
+    with _naming("--hardware", "--hardware-file"):
+        hardware = find_hardware(name, file)
+    with _naming("--recording", "--recording"):
+        return with_link(hardware, recorded_link(recordings)) if recordings else hardware
+
+
+@contextmanager
+def _naming(flag: str, flag_of_file: str) -> Iterator[None]:
+    """Put the flag in front of a mistake, and say which file cannot be read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{flag_of_file} {error.filename} cannot be read: {error.strerror}") from None
 
 
 def budget_on(hardware: Hardware, budget: Size) -> int:

@@ -64,10 +64,10 @@ MISTAKES = {
     "qwen2 --plan-plot=plan.doc": "argument --plan-plot: 'plan.doc' ends in none of eps",
     "qwen2 --budget 200GiB": "--budget 200GiB is above the 139.8 GiB of a GPU of h200",
     "qwen3000": "'qwen3000' is neither a config.json here nor a model type",
-    "qwen2 --hardware h300": "'h300' is unknown hardware; known are",
+    "qwen2 --hardware h300": "--hardware: 'h300' is unknown hardware; known are",
     "qwen2 --set layers=3": "--set layers: the configuration of qwen2 has no such setting",
-    "qwen2 --hardware-file nowhere.toml": "nowhere.toml",
-    "qwen2 --recording nowhere.json": "nowhere.json",
+    "qwen2 --hardware-file nowhere.toml": "--hardware-file nowhere.toml cannot be read: No such file or directory",
+    "qwen2 --recording nowhere.json": "--recording nowhere.json cannot be read: No such file or directory",
 }
 
 

@@ -258,6 +258,8 @@ def test_a_plan_is_written_drawn_and_given_back_unless_it_recomputes_what_may_no
         _train("dense", f"{budget}", expected, offload_recompute="off", **files)
     with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
         _train("dense", f"{budget}", expected, offload_plan=f"{tmp_path}/nowhere/plan.json")
+    with pytest.raises(ValueError, match="--offload-plan-plot .* is a directory: give a file in it"):
+        _train("dense", f"{budget}", expected, offload_plan_plot=f"{tmp_path}")
 
 
 @on_ranks(Pipeline(tensor=2), timeout_s=240.0)
