@@ -290,7 +290,7 @@ def test_an_engine_without_other_ranks_recomputes_nothing() -> None:
 
 DATA, TENSOR, CONTEXT, STAGES = Pipeline(), Pipeline(tensor=2), Pipeline(context=2), Pipeline(2)
 DATA_OR_STAGES = pytest.mark.parametrize("shape", [DATA, STAGES], ids=["data", "pipeline"])
-BUDGET_BYTES = "megatron_patches._runtime.budget_bytes"
+BUDGET_BYTES = "megatron_patches._runtime.budget_of"
 
 
 def is_last_rank() -> bool:
