@@ -48,8 +48,8 @@ def load(path: Path) -> list[Step]:
 
 def comparison(plain: list[Step], offload: list[Step], budget: list[Step]) -> Table:
     """Make the table of the three runs; figures of memory are of the last step."""
-    plans = [rank["offload"]["plan"] for rank in budget[-1]["ranks"]]
-    decided = [plan for plan in plans if plan is not None]
+    plans = [rank["offload"]["plan"] or {} for rank in budget[-1]["ranks"]]
+    decided = [plan for plan in plans if plan.get("predicted_step_ms") is not None]
     table = Table("", title=f"{len(plain)} training steps", title_justify="left")
     size = f" of {_mib(decided[0]['budget_bytes'])} a rank" if decided else ": no plan"
     for column in ("no offload", "offload", f"a budget{size}, and no other setting"):
@@ -66,7 +66,7 @@ def comparison(plain: list[Step], offload: list[Step], budget: list[Step]) -> Ta
     predicted_ms = max((plan["predicted_step_ms"] for plan in decided), default=None)
     add("step time", "{:,.0f} ms".format, (_step_ms(plain), _step_ms(offload), budget[-1]["step_ms"]), predicted_ms)
     for rank, ranks in enumerate(zip(*(run[-1]["ranks"] for run in (plain, offload, budget)), strict=True)):
-        predicted = None if plans[rank] is None else plans[rank]["predicted_peak_bytes"]
+        predicted = plans[rank].get("predicted_peak_bytes")
         add(f"saved bytes on the device, peak, rank {rank}", _mib, map(_peak_resident, ranks), predicted)
         add(f"process memory (RSS), peak, rank {rank}", _mib, (one["rss_peak_bytes"] for one in ranks))
     for way in ("out", "in"):

@@ -55,7 +55,7 @@ class Metrics:
 
         Args:
             stats: None without offload.
-            budget: None without a decision of `gpu_budget`.
+            budget: the controller of `gpu_budget`; None without one.
             times: of a step of which a line is shown; None: of the others.
         """
         figures = {
@@ -66,7 +66,7 @@ class Metrics:
             **_memory(),
             "offload": self._offload(stats),
             "times": times,
-            "plan": None if budget is None else {name: getattr(budget, name) for name in _OF_PLAN},
+            "plan": _plan_of(budget),
         }
         ranks = self._gather(figures)
         if ranks is None:
@@ -140,12 +140,29 @@ def _total(ranks: list[dict[str, int]]) -> dict[str, int]:
     return {key: (max if key.startswith("peak") else sum)(rank[key] for rank in ranks) for key in ranks[0]}
 
 
-def _plan_of_all(plans: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Sum the bytes of groups over the ranks; of all else take the largest, because a budget is one of each process."""
-    decided = [plan for plan in plans if plan is not None]
-    if not decided:
+def _plan_of(controller: Any) -> dict[str, Any] | None:
+    """Return the figures of a rank's budget, each None until it is known; None without a budget."""
+    if controller is None:
         return None
-    return {name: (sum if name in _SUMS else max)(plan[name] for plan in decided) for name in _OF_PLAN}
+    summary = controller.summary
+    if summary is None:  # nothing is decided yet
+        return {**dict.fromkeys(_OF_PLAN), "budget_bytes": controller.decider.budget_bytes}
+    figures = {name: getattr(summary, name) for name in _OF_PLAN}
+    return {**figures, "measured_peak_bytes": summary.measured_peak_bytes or None}
+
+
+def _plan_of_all(plans: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Sum the bytes of groups over the ranks; of all else take the largest, because a budget is one of each process.
+
+    What one of them does not know yet is not known.
+    """
+    found = [plan for plan in plans if plan is not None]
+    if not found:
+        return None
+    columns = {name: [plan[name] for plan in found] for name in _OF_PLAN}
+    return {
+        name: None if None in values else (sum if name in _SUMS else max)(values) for name, values in columns.items()
+    }
 
 
 def _memory() -> dict[str, int]:

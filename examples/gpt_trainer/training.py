@@ -107,9 +107,8 @@ class Training:
         validation_loss = self._evaluate() if _is_due(args.eval_interval, progress.step) else None
         engine = None if self._offload is None else self._offload.engine
         controller = None if engine is None else engine.budget
-        budget = None if controller is None else controller.summary
         times = engine.timer.times if is_shown and engine is not None else None
-        metrics.step(progress.step, result, step_ms, stats, validation_loss, budget, times)
+        metrics.step(progress.step, result, step_ms, stats, validation_loss, controller, times)
         if records_timeline:
             metrics.timeline(args.timeline_json, progress.step, begin, self._steps.spans)
         if _is_due(args.save_interval, progress.step):
