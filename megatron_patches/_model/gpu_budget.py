@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from offload_engine._budget.margin import LEAST_MARGIN_BYTES
-from offload_engine.sizes import Size, format_bytes
+from offload_engine.sizes import LEAST_MARGIN_BYTES, Size, format_bytes
 
 
 def budget_of(size: Size) -> int | str:

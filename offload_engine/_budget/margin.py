@@ -6,10 +6,8 @@ from __future__ import annotations
 from typing import Final
 
 from offload_engine._devices.base import MemoryGauge
-from offload_engine.sizes import Size, parse_size
+from offload_engine.sizes import LEAST_MARGIN_BYTES, Size, parse_size
 
-LEAST_MARGIN_BYTES: Final = 512 << 20
-"""Communicators, libraries and whatever saves checkpoints allocate later, too."""
 _TIMES: Final = 2
 """Factor by which the variation over many steps may exceed that over a few."""
 _NO_GPU: Final = (
