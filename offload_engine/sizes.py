@@ -20,7 +20,7 @@ _SHORT = {letter: _BINARY[f"{letter}iB"] for letter in _LETTERS}
 _UNITS = {unit.lower(): nbytes for unit, nbytes in {**_BINARY, **_DECIMAL, **_SHORT}.items()}
 _NUMBER = re.compile(r"(-?)(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*|%)", re.IGNORECASE | re.ASCII)
 LEAST_MARGIN_BYTES = 512 << 20
-"""What "auto" leaves of a GPU at the least: communicators, libraries and whatever saves checkpoints allocate later, too."""
+"""What "auto" leaves of a GPU at the least: communicators, libraries and what saves checkpoints allocate later, too."""
 _AUTO = "auto"
 _SHARES = ", a share (90%), or auto"
 
