@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,9 @@ def assignment(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def set_defaults(environment: Mapping[str, str]) -> None:
+    """Set variables that are not set yet; call it before anything reads them."""
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)

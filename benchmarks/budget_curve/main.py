@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.budgets import spread
-from benchmarks.flags import add_flags, input_file, new_parser, positive
+from benchmarks.flags import add_flags, input_file, new_parser, positive, set_defaults
 from benchmarks.frontends.settings import ENVIRONMENT, TINY, Shape, add_model_flags, default_layers
 from benchmarks.tables import Record
 
@@ -32,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.draw:
         plot(json.loads(settings.draw.read_text())["lengths"], settings.plot)
         return 0
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_defaults(ENVIRONMENT)
     import torch  # only now: mistakes are told at once
 
     if settings.device == "cuda" and not torch.cuda.is_available():

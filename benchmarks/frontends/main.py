@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from benchmarks.apart import Ended, run_apart
+from benchmarks.flags import set_defaults
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
@@ -27,8 +28,7 @@ _SHORT_S = 60.0 + _START_S  # for the short steps that a prediction is made from
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     settings = parse(arguments)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_defaults(ENVIRONMENT)
     # The others pin through torch's allocator, by default with cudaHostAlloc at 2 GB/s: a turn of theirs would be over
     # before its first timed step. Registered by threads it takes a few seconds. Steps are not affected.
     if "PYTORCH_ALLOC_CONF" not in os.environ:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.flags import set_defaults
 from benchmarks.records import Records, provenance
 from benchmarks.tables import Record, show
 
@@ -24,8 +24,7 @@ _SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "model")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse(arguments)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_defaults(ENVIRONMENT)
     import torch  # only now: what it and TransformerEngine read from the environment is set
 
     if not torch.cuda.is_available():

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 
 from benchmarks.apart import Apart
+from benchmarks.flags import set_defaults
 from benchmarks.gpu.settings import ENVIRONMENT
 from benchmarks.records import Records, provenance
 from benchmarks.tables import MIB, Column, Record, show, table
@@ -49,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .training import measure
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_defaults(ENVIRONMENT)
     records = Records(settings.json)
     jobs = settings.jobs * settings.rounds
     job, device = settings.jobs[0], torch.cuda.get_device_name()
