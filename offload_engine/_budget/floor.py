@@ -60,7 +60,7 @@ class FloorSteps:
             varied = max(self._saved_bytes) / min(self._saved_bytes) - 1.0
             self.varied_share = min(max(self.varied_share, _TIMES * varied), TOLERANCE - 1.0)
         if self._margin is not None:
-            self._margin.note(last.held_bytes(), last.peak_bytes)
+            self._margin.note(last.gauge.outside_bytes())
 
     def note_time(self, last: LastStep) -> None:
         """Note how long a step took, when the next one begins."""

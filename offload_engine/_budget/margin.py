@@ -17,7 +17,9 @@ _NO_GPU: Final = (
 
 
 class Margin:
-    """Watches what a process holds besides its peak of allocated bytes: outside the allocator, and reserved by it.
+    """Watches what is held outside torch's allocator, which no prediction covers.
+
+    What the allocator reserves is predicted for each decision, whatever the steps before it have left there.
 
     Args:
         total_bytes: memory of the GPU.
@@ -25,15 +27,15 @@ class Margin:
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
-        self._extras: list[int] = []
+        self._outside: list[int] = []
 
-    def note(self, held_bytes: int, peak_bytes: int) -> None:
-        """Note a finished step."""
-        self._extras.append(held_bytes - peak_bytes)
+    def note(self, outside_bytes: int) -> None:
+        """Note what is held outside when a step has finished."""
+        self._outside.append(outside_bytes)
 
     def budget_bytes(self) -> int:
         """Return what the process may hold: the whole memory, less twice the variation, or a least margin."""
-        settled = self._extras[1:] or self._extras  # in the first step libraries are loaded
+        settled = self._outside[1:] or self._outside  # in the first step libraries are loaded
         varied = max(settled, default=0) - min(settled, default=0)
         return self._total_bytes - max(LEAST_MARGIN_BYTES, _TIMES * varied)
 
