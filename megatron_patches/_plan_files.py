@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlanFiles`: writes what a budget has decided to files and to the log."""
+"""`PlanFiles`: reads and writes what a budget has decided."""
 
 from __future__ import annotations
 
@@ -36,23 +36,20 @@ def described(config: Any, seq_length: int | None, micro_batch_size: int | None)
 
 
 class PlanFiles:
-    """Reads and writes the plan of one rank, draws it and, on rank 0, logs it.
+    """Reads and writes the plan of one rank and, on rank 0, draws it.
 
     Args:
         plan: file to begin with, if it exists, and to write; with several ranks, each has its own.
         plot: file for the picture of rank 0.
-        has_report: log the tables of rank 0.
         model: what plans are for; see `described`.
 
     Raises:
         ValueError: if a file cannot be written there, or matplotlib is missing; names the flag.
     """
 
-    def __init__(self, plan: str | None, plot: str | None, has_report: bool, model: Mapping[str, object]) -> None:
-        is_first = _rank() == 0
+    def __init__(self, plan: str | None, plot: str | None, model: Mapping[str, object]) -> None:
         self._plan = None if plan is None else _of_this_rank(plan)
-        self._plot = plot if is_first else None
-        self._has_report = has_report and is_first
+        self._plot = plot if _rank() == 0 else None
         self._is_over = False
         self._model = model
         for flag, file in (("--offload-plan", plan), ("--offload-plan-plot", plot)):
@@ -92,16 +89,11 @@ class PlanFiles:
             engine.budget.start_with(saved, self.source)
 
     def after_step(self, engine: OffloadEngine) -> None:
-        """Write and log the first decision that a step has verified."""
-        if self._is_over:
-            return
-        summary = None if engine.budget is None else engine.budget.summary
-        if summary is None or not summary.measured_step_ms:
-            return
-        self._is_over = True
-        self._write(engine)
-        if self._has_report:
-            logger.info("activation offload within its budget:\n%s", (engine.report() or "").rstrip())
+        """Write the first decision that holds, once its steps have been timed."""
+        if not self._is_over and engine.budget is not None and engine.budget.has_result:
+            self._is_over = True
+            if engine.budget.summary is not None:
+                self._write(engine)
 
     def close(self, engine: OffloadEngine) -> None:
         """Write the last decision, before the engine closes."""

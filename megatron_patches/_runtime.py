@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron_patches._arguments import Settings, has_report, resolve
+from megatron_patches._budget_log import BudgetLog
 from megatron_patches._captures import Captures
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
@@ -42,7 +43,7 @@ from megatron_patches._rows.runtime import Step
 from megatron_patches._second_step import SecondStep
 from megatron_patches._training_log import TrainingLog
 from offload_engine import BudgetError, OffloadEngine, OffloadError, ResidencyMeter
-from offload_engine.rank_reports import RankReports
+from offload_engine.rank_reports import BudgetReports, RankReports
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,7 @@ class _Attached:
     closer: weakref.finalize[..., Any]
     """Closes everything attached, at the latest when the model is freed, and keeps it alive until then."""
 
-    second_step: SecondStep
-    plan_files: PlanFiles
+    followers: Sequence[Follower]
     is_checked: bool = False
     """The host tier had room in the first step that did not raise."""
 
@@ -71,31 +71,49 @@ class _Attached:
         self.closer()
 
 
-def _close(
-    attachment: Attachment, second_step: SecondStep, plan_files: PlanFiles, recomputation: RecomputeOptions | None
-) -> None:
+class Follower(Protocol):
+    """Reports on the steps of one model."""
+
+    def after_step(self, engine: OffloadEngine) -> None:
+        """Note a step that has not raised."""
+
+    def close(self, engine: OffloadEngine) -> None:
+        """Report what is left, before the engine closes."""
+
+
+def _close(attachment: Attachment, followers: Sequence[Follower], recomputation: RecomputeOptions | None) -> None:
     try:
-        second_step.close(attachment.engine)
-        plan_files.close(attachment.engine)
+        for follower in followers:
+            follower.close(attachment.engine)
     finally:
         if recomputation is not None:
             recomputation.restore()
         attachment.close()
 
 
-class _SecondSteps:
-    """Makes one `SecondStep` for each model about to train. All ranks train their models in the same order."""
+class _Reports:
+    """Makes what reports on each model about to train. All ranks train their models in the same order."""
 
     def __init__(self, defaults: Settings) -> None:
         self._defaults = defaults
         self._num_models = 0
 
-    def make(self, step: Step, settings: Settings | None) -> SecondStep:
-        """Make the `SecondStep` of a model; without settings the model offloads nothing on this rank."""
+    def of_second_step(self, step: Step, settings: Settings | None) -> SecondStep:
+        """Make the `SecondStep` of the next model; without settings it offloads nothing on this rank."""
         self._num_models += 1
-        reports = RankReports(f"model{self._num_models}") if has_report(step.config, self._defaults) else None
+        reports = RankReports(self._name) if has_report(step.config, self._defaults) else None
         trace = None if settings is None else settings.trace
         return SecondStep(reports, trace, may_be_recorded(step.wrapped, step.config))
+
+    def of_budget(self, step: Step) -> BudgetLog:
+        """Make the `BudgetLog` of the same model."""
+        return BudgetLog(
+            BudgetReports(self._name, _place(step)[0]) if has_report(step.config, self._defaults) else None
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"model{self._num_models}"
 
 
 @dataclass
@@ -110,8 +128,8 @@ class _Off:
 class _WithoutOffload:
     """Takes part, on a rank that offloads nothing of a model, in the collectives of the ranks that offload."""
 
-    def __init__(self, second_steps: _SecondSteps, is_taken_over: bool) -> None:
-        self._second_steps = second_steps
+    def __init__(self, reports: _Reports, is_taken_over: bool) -> None:
+        self._reports = reports
         self._is_taken_over = is_taken_over
         # By the first chunk of the model.
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, _Off] = weakref.WeakKeyDictionary()
@@ -132,7 +150,7 @@ class _WithoutOffload:
                 "megatron-core's own offload, or was made before the patches were applied"
             )
         is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
-        self._known[step.chunks[0]] = off = _Off(self._second_steps.make(step, None), is_checked=not is_on)
+        self._known[step.chunks[0]] = off = _Off(self._reports.of_second_step(step, None), is_checked=not is_on)
         return off
 
     @contextmanager
@@ -161,8 +179,8 @@ class ModelRuntime:
         self._meter: ResidencyMeter | None = meter
         # By the first chunk of the model, weakly: an attachment is freed with its model.
         self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, _Attached] = weakref.WeakKeyDictionary()
-        self._second_steps = _SecondSteps(defaults)
-        self._without_offload = _WithoutOffload(self._second_steps, defaults.is_taken_over)
+        self._reports = _Reports(defaults)
+        self._without_offload = _WithoutOffload(self._reports, defaults.is_taken_over)
         self._is_closed = False
         self.mistake: Exception | None = None  # of the user: the last error that refused settings or a model
         self._training_log = TrainingLog(lambda: self.latest_engine)
@@ -291,8 +309,8 @@ class ModelRuntime:
             with self._noting_mistakes((ValueError,)):
                 self._check_first_step(attached, step)
         attachment.warn_of_unused_names()
-        attached.second_step.after_step(attachment.engine)
-        attached.plan_files.after_step(attachment.engine)
+        for follower in attached.followers:
+            follower.after_step(attachment.engine)
 
     @contextmanager
     def _noting_mistakes(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
@@ -319,7 +337,7 @@ class ModelRuntime:
         peers = Peers(step.stage, step.pipeline)
         try:
             model = described(step.config, step.seq_length, step.micro_batch_size)
-            files = PlanFiles(settings.plan, settings.plan_plot, has_report(step.config, self._defaults), model)
+            files = PlanFiles(settings.plan, settings.plan_plot, model)
             saved = files.read(settings.may_recompute)
             settings = _with_candidates(step, settings)
             if saved is not None:
@@ -344,10 +362,12 @@ class ModelRuntime:
             files.begin(engine, saved)
             attachment = _put_hooks(engine, step, settings)
             on_error.callback(attachment.close)
-            second_step = self._second_steps.make(step, settings)
-            closer = weakref.finalize(step.chunks[0], _close, attachment, second_step, files, recomputation)
+            second_step, budget_log = self._reports.of_second_step(step, settings), self._reports.of_budget(step)
+            budget_log.begin(engine)
+            followers = second_step, files, budget_log
+            closer = weakref.finalize(step.chunks[0], _close, attachment, followers, recomputation)
             on_error.pop_all()
-        attached = _Attached(attachment, asked, settings.modules, closer, second_step, files)
+        attached = _Attached(attachment, asked, settings.modules, closer, followers)
         self._attachments[step.chunks[0]] = attached
         return attached
 

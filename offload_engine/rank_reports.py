@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankReports`: makes one table of a recorded step of all ranks, without a collective.
-
-Ranks put their sums into the store of the process group, and rank 0 fetches them. So no GPU communicator is used, and
-if a rank does not take part, the others only get a table without it.
-"""
+"""`RankReports` and `BudgetReports`: make one table of what all ranks have to say, without a collective."""
 
 from __future__ import annotations
 
-import pickle
 import time
-from typing import Any, Final
+from typing import Final
 
-import torch
-
-from offload_engine._compat import torch_private
-from offload_engine._observe.fold import RankSums, sums_of
+from offload_engine._budget.tables import StageBudget, budgets_text
+from offload_engine._budget.view import BudgetView
+from offload_engine._observe.fold import sums_of
+from offload_engine._observe.gathering import Gathering
 from offload_engine._observe.record import StepRecord
 from offload_engine._observe.report import table_of_ranks
 
-_ANNOUNCED: Final = "announced"
+_MOST_LOOKS: Final = 32
+"""After as many steps of rank 0 its table is made without the ranks that have not shared."""
 
 
 class RankReports:
-    """Gathers the records that the ranks of the process group have of one step on rank 0.
-
-    A rank calls `announce`, trains at least one step that waits for the others, as the reduction of gradients does,
-    and calls `share`. Rank 0 then knows which ranks will share, and looks after each step, by `table`, which have.
-    No call waits for another rank. Without a process group there is one rank.
+    """Gathers the records that the ranks of the process group have of one step on rank 0; see `Gathering`.
 
     Args:
         name: distinguishes reports that are gathered at the same time; the same on all ranks.
@@ -34,19 +26,13 @@ class RankReports:
     """
 
     def __init__(self, name: str, timeout_s: float = 20.0) -> None:
-        self._name = name
+        self._gathering = Gathering(name)
         self._timeout_s = timeout_s
-        self._ticket = 0
-        self._found: list[RankSums] = []
-        self._missing: list[int] | None = None  # tickets; None before the first look
-        self._num_without_record = 0
-        self._deadline = 0.0
+        self._deadline: float | None = None
 
     def announce(self) -> None:
         """Declare that this rank will call `share`."""
-        rank, store = _rank_and_store(self._name)
-        if rank > 0 and store is not None:
-            self._ticket = store.add(_ANNOUNCED, 1)
+        self._gathering.announce()
 
     def share(self, record: StepRecord | None) -> bool:
         """Send the record that `announce` declared.
@@ -57,13 +43,7 @@ class RankReports:
         Returns:
             Whether this is rank 0, which will have the tables.
         """
-        rank, store = _rank_and_store(self._name)
-        own = None if record is None else sums_of(record)
-        if rank == 0 and own is not None:
-            self._found.append(own)
-        elif rank > 0 and self._ticket:
-            store.set(str(self._ticket), pickle.dumps(own))
-        return rank == 0 and not self._ticket  # without its process group every rank seems to be rank 0
+        return self._gathering.share(None if record is None else sums_of(record))
 
     def table(self, is_last_look: bool = False) -> str | None:
         """Return the tables of all ranks on rank 0, once all have arrived or time is up.
@@ -74,37 +54,59 @@ class RankReports:
         Returns:
             None: look again. Empty: none has a record.
         """
-        _, store = _rank_and_store(self._name)
-        if store is not None:
-            self._look(store)
-        if self._missing and not is_last_look and time.monotonic() < self._deadline:
+        found = self._gathering
+        found.look()
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._timeout_s
+        if found.num_missing and not is_last_look and time.monotonic() < self._deadline:
             return None
-        ranks = sorted(self._found, key=lambda sums: sums.rank)
+        ranks = sorted(found.found, key=lambda sums: sums.rank)
         text = table_of_ranks(ranks) if ranks else ""
-        if num_missing := self._num_without_record + len(self._missing or ()):
+        if num_missing := found.num_without + found.num_missing:
             text += f"{num_missing} other ranks offload, but had no record of this step in time\n"
         return text
 
-    def _look(self, store: Any) -> None:
-        """Fetch the sums that ranks have shared since the last look from the store."""
-        if self._missing is None:
-            num_announced = store.add(_ANNOUNCED, 0)
-            store.add(_ANNOUNCED, -num_announced)
-            self._missing = list(range(1, num_announced + 1))
-            self._deadline = time.monotonic() + self._timeout_s
-        for ticket in [ticket for ticket in self._missing if store.check([str(ticket)])]:
-            sums: RankSums | None = pickle.loads(store.get(str(ticket)))  # noqa: S301  # a rank of ours has written it
-            store.delete_key(str(ticket))
-            self._missing.remove(ticket)
-            if sums is None:
-                self._num_without_record += 1
-            else:
-                self._found.append(sums)
 
+class BudgetReports:
+    """Gathers what the budgets of all ranks have decided and measured on rank 0; see `Gathering`.
 
-def _rank_and_store(name: str) -> tuple[int, Any]:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 0, None
-    store = torch_private.default_store()
-    return distributed.get_rank(), None if store is None else distributed.PrefixStore(f"offload_engine/{name}", store)
+    Args:
+        name: distinguishes budgets that are gathered at the same time; the same on all ranks.
+        stage: rank of this process in its pipeline.
+    """
+
+    def __init__(self, name: str, stage: int) -> None:
+        self._gathering = Gathering(f"budget/{name}")
+        self._stage = stage
+        self._num_looks = 0
+
+    def announce(self) -> None:
+        """Declare that this rank will call `share`."""
+        self._gathering.announce()
+
+    def share(self, budget: BudgetView) -> bool:
+        """Send what the budget of this rank has decided and measured.
+
+        Returns:
+            Whether this is rank 0, which will have the tables.
+        """
+        return self._gathering.share(budget.of_stage(self._stage))
+
+    def table(self, is_last_look: bool = False) -> str | None:
+        """Return the tables of all stages on rank 0, once all ranks have shared, or after 32 looks.
+
+        Args:
+            is_last_look: do not wait for ranks that have not shared.
+
+        Returns:
+            None: look again. Empty: none has decided anything.
+        """
+        found, self._num_looks = self._gathering, self._num_looks + 1
+        found.look()
+        if found.num_missing and not is_last_look and self._num_looks < _MOST_LOOKS:
+            return None
+        budgets: list[StageBudget] = found.found
+        text = budgets_text(budgets) if budgets else ""
+        if num_missing := found.num_without + found.num_missing:
+            text += f"{num_missing} other ranks have not decided in time, or everything stays offloaded there\n"
+        return text

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BudgetSummary`: summarizes the decision of a budget, as numbers and as a table."""
+"""`BudgetSummary`: summarizes the decision of a budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
-
-from rich.table import Table
+from typing import NamedTuple
 
 from offload_engine._budget.allowing import allowance_of
-from offload_engine._observe.report import as_text
 from offload_engine.planning.choose import Chosen
 from offload_engine.planning.saved_plan import PlanFigures, SavedPlan
 from offload_engine.planning.shapes import Shapes
 from offload_engine.schedule import Action
-
-_MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class BudgetSummary:
     lowest_step_ms: float
     """How long a step takes with that."""
     predicted_allocated_bytes: int
-    """Of the predicted peak, allocated by tensors; the rest is reserved besides, or outside torch."""
+    """Of the predicted peak, allocated by tensors; the rest is cached by the allocator, or outside torch."""
     measured_allocated_bytes: int
     """Of the measured peak; 0 before."""
     outside_bytes: int
@@ -104,45 +99,3 @@ def summary_of(
         measured_allocated_bytes=measured.allocated_bytes,
         outside_bytes=outside_bytes,
     )
-
-
-def budget_text(summary: BudgetSummary, chosen: Chosen | None) -> str:
-    """Return the tables of a decision: the groups by name, unless a plan was given, and the predictions."""
-    tables = [] if chosen is None else [_module_table(chosen)]
-    return as_text(*tables, _total_table(summary))
-
-
-def _module_table(chosen: Chosen) -> Table:
-    best = chosen.best
-    table = Table(title="Budget: a step by group, MiB", title_justify="left")
-    table.add_column("group", overflow="fold")
-    for name in ("kept", "offloaded", "recomputed", "exposed, ms"):
-        table.add_column(name, justify="right")
-    for name in sorted({*best.kept_bytes, *best.moved_bytes, *best.recomputed_bytes}):
-        sizes = (each.get(name, 0) for each in (best.kept_bytes, best.moved_bytes, best.recomputed_bytes))
-        table.add_row(name, *map(_mib, sizes), f"{best.exposed_ms.get(name, 0.0):,.1f}")
-    return table
-
-
-def _total_table(summary: BudgetSummary) -> Table:
-    table = Table(title="Budget: the whole step, MiB", title_justify="left")
-    table.add_column("")
-    for name in ("held", "allocated", "reserved besides", "outside torch", "step, ms"):
-        table.add_column(name, justify="right")
-    table.add_row("budget", _mib(summary.budget_bytes))
-    parts = _parts(summary.predicted_peak_bytes, summary.predicted_allocated_bytes, summary.outside_bytes)
-    table.add_row("predicted", *parts, f"{summary.predicted_step_ms:,.1f}")
-    parts = _parts(summary.measured_peak_bytes, summary.measured_allocated_bytes, summary.outside_bytes)
-    measured_ms = f"{summary.measured_step_ms:,.1f}" if summary.measured_step_ms else "-"
-    table.add_row("measured", *(parts if summary.measured_peak_bytes else "----"), measured_ms)
-    table.add_row("lowest budget", _mib(summary.lowest_bytes), "", "", "", f"{summary.lowest_step_ms:,.1f}")
-    return table
-
-
-def _parts(held_bytes: int, allocated_bytes: int, outside_bytes: int) -> list[str]:
-    reserved_bytes = max(0, held_bytes - allocated_bytes - outside_bytes)
-    return [_mib(nbytes) for nbytes in (held_bytes, allocated_bytes, reserved_bytes, outside_bytes)]
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / _MIB:,.1f}"

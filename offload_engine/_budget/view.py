@@ -14,7 +14,8 @@ from offload_engine._budget.hold_times import HoldTimes
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.shortage import MemoryParts, shortage_text
 from offload_engine._budget.state import State
-from offload_engine._budget.summary import BudgetSummary, Measured, budget_text, figures_of, summary_of
+from offload_engine._budget.summary import BudgetSummary, Measured, figures_of, summary_of
+from offload_engine._budget.tables import StageBudget, budgets_text, groups_of
 from offload_engine._devices.base import MemoryGauge
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,12 @@ class BudgetView:
         return self.state is State.HOLD and not self._times.num_awaited
 
     @property
+    def has_result(self) -> bool:
+        """Return whether the first decision holds and its steps have been timed, or none could be made."""
+        summary = self.summary
+        return self.is_settled and (summary is None or summary.measured_step_ms > 0)
+
+    @property
     def summary(self) -> BudgetSummary | None:
         """Return the figures of the decision, or of the plan that was given; None before there is one."""
         chosen, decider = self.decider.chosen, self.decider
@@ -84,9 +91,16 @@ class BudgetView:
         return [(each.held_bytes, step_ms_of(self.decider, each)) for each in known.curve(chosen, self.decider.actions)]
 
     def report(self) -> str:
-        """Return the table of the decision; empty before there is one."""
-        summary = self.summary
-        return "" if summary is None else budget_text(summary, self.decider.chosen)
+        """Return the table of the decision of this rank; empty before there is one."""
+        own = self.of_stage(0)
+        return "" if own is None else budgets_text([own])
+
+    def of_stage(self, stage: int) -> StageBudget | None:
+        """Return what was decided and measured on this rank, a stage of a pipeline; None before there is a decision."""
+        summary, chosen = self.summary, self.decider.chosen
+        if summary is None:
+            return None
+        return StageBudget(stage, summary, () if chosen is None else groups_of(chosen.best))
 
     def log(self) -> None:
         """Log the decision with its measurements."""

@@ -136,6 +136,8 @@ class RecordedStep:
     """Of the ranks that decide alike: all replay as often."""
     left_out: frozenset[int] = frozenset()
     """Microbatches whose allocations are not here, since those of others are the same."""
+    is_exact: bool = True
+    """What others are like those left out in: to the byte, or nearly."""
     small: Reserved | None = None
     """What small blocks come to if nothing moves, once that is known."""
 

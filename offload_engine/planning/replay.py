@@ -52,7 +52,7 @@ class Replay:
 
     Attributes:
         has_lags: blocks are in use on other streams, by the host's lead longer or shorter.
-        is_exact: all blocks are freed in the order in which they will be.
+        is_exact: all blocks are allocated and freed in the order in which they will be.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Replay:
         options = tuple(options_of(offered, decision.choices.recomputed))
         self._step = step
         self.has_lags: bool = step.has_lags
-        self.is_exact: bool = not (step.has_lags or any(option.stops_early for option in options))
+        self.is_exact: bool = step.is_exact and not (step.has_lags or any(option.stops_early for option in options))
         if step.left_out:
             actions = tuple(action for action in job.actions if action.chunk.microbatch not in step.left_out)
             job = replace(job, actions=actions)

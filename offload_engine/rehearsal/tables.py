@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from offload_engine._budget.tables import group_table, groups_of
 from offload_engine.rehearsal.forecast import Forecast, StepForecast
 
 _WIDTH = 120
@@ -114,14 +115,12 @@ def _choice_tables(forecast: Forecast) -> list[Table]:
     """Return the choices for the groups of each name, where choices were made."""
     if any(rank.chosen is None for rank in forecast.ranks):
         return []
-    table = _table("chosen within the budget, GiB a step", ("stage", "group", "kept", "offloaded", "recomputed"), 2)
+    stages = []
     for number, rank in enumerate(forecast.ranks):
-        best = rank.chosen
-        assert best is not None
-        for name in dict.fromkeys(group.name for shape in rank.shapes for group in shape.groups):
-            sizes = (each.get(name, 0) for each in (best.kept_bytes, best.moved_bytes, best.recomputed_bytes))
-            table.add_row(str(number), name, *map(_gib, sizes))
-    return [table]
+        names = [group.name for shape in rank.shapes for group in shape.groups]
+        assert rank.chosen is not None
+        stages.append((number, groups_of(rank.chosen, names)))
+    return [group_table("chosen within the budget, GiB a step", stages, _gib)]
 
 
 def _verdict(forecast: Forecast) -> str:

@@ -29,7 +29,7 @@ LAYERS = {
         _devices.cuda_calls errors _observe
         _observe.labels _observe.modules _observe.pace _observe.reasons _observe.record _observe.chrome_trace
         _observe.fold _observe.notes _observe.assemble _observe.pending _observe.report _observe.storages
-        _observe.goals _observe.recorder rank_reports report _observe.waits _observe.observer
+        _observe.goals _observe.recorder _observe.gathering report _observe.waits _observe.observer
         _devices.copy_worker _devices.cuda_trace _devices.cuda_memory _devices.cuda_runtime
         _devices.cuda_routine _devices.host_memory _devices.file_slab _devices.memory_slab _devices.node_share
         _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices _host
@@ -48,7 +48,8 @@ LAYERS = {
         _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times
         _budget.idleness _budget.floor _budget.garbage _budget.hold_times _budget.arenas _budget.replayed_choice
         _budget.known _budget.learn _budget.taken _budget.stages _budget.decide _budget.first _budget.in_force
-        _budget.hold _budget.verify _budget.view _budget.controller engine_view identities functions graph_captures
+        _budget.tables _budget.hold _budget.verify _budget.view rank_reports _budget.controller engine_view
+        identities functions graph_captures
         engine
         plan_files rehearsal rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures
         rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast
@@ -69,8 +70,8 @@ LAYERS = {
         _hooks.bracket _hooks.held _hooks.module_hooks _hooks.nodes _hooks.recomputed _hooks.attach _rows
         _rows.host_reads _rows.registry _rows.runtime _rows.fsdp _rows.full_graphs _rows.fused_wgrad
         _rows.host_claims _rows.moe _rows.overlap _rows.recompute _rows.schedules _rows.without_gpu
-        _rows.cpu_fsdp _rows.cpu _arguments _captures _check _command_line _plan_files _second_step
-        _training_log _runtime _handle . _rehearsal _rehearsal.job _rehearsal.kernels _rehearsal.modules
+        _rows.cpu_fsdp _rows.cpu _arguments _budget_log _captures _check _command_line _plan_files
+        _second_step _training_log _runtime _handle . _rehearsal _rehearsal.job _rehearsal.kernels _rehearsal.modules
         _rehearsal.building _rehearsal.script _rehearsal.rows _rehearsal.stage _rehearsal.forecast
         _rehearsal.command __main__
     """,

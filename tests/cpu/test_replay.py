@@ -53,7 +53,7 @@ from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.replay import LEAD, Replay
 from offload_engine.planning.segments import SPARE_SHARE, Block, Reserved, Segment, segment_bytes, with_spare
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
-from offload_engine.planning.shortened import shortened_record
+from offload_engine.planning.shortened import shortened, shortened_record
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.rehearsal.allocated import AllocatedBytes
 from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
@@ -349,6 +349,39 @@ def test_of_many_microbatches_few_are_replayed(monkeypatch: pytest.MonkeyPatch) 
     assert largest.left_out == {1, 2, 4} and largest.most_events == few.most_events
     assert replayed(largest, planned, Decision()) == replayed(few, planned, Decision())
     assert shortened_record(dataclasses.replace(step, moments={}), planned).left_out == frozenset()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_of_a_long_step_in_a_pipeline_those_are_replayed_that_fill_it(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of few events is replayed as it is. Otherwise the arena has more to spare."""
+    recorded = list[tuple[RecordedStep, PlannedJob]]()
+
+    def noted(step: RecordedStep, job: PlannedJob) -> RecordedStep:
+        assert shortened_record(step, job) is step
+        monkeypatch.setattr("offload_engine.planning.shortened._ENOUGH_EVENTS", 1)
+        recorded.append((step, job))
+        return shortened_record(step, job)
+
+    monkeypatch.setattr("offload_engine._budget.learn.shortened_record", noted)
+    job = Job(208 * MIB, monkeypatch, tuple(one_forward_one_backward(num_stages, 0, 12)), (3, 5, 2))
+    for _ in range(5):
+        job.step()
+    _, predicted, held = job.steps[4]
+    assert job.steps[2][2] < predicted == held <= 208 * MIB
+    budget: Any = job.engine.budget
+    known, [(step, planned)] = budget.decider.known, recorded
+    few = known._recorded
+    kept = {action.chunk.microbatch for action in shortened(planned.actions)}
+    assert few.left_out == set(range(12)) - kept and num_stages < len(kept) <= 6
+    assert few.most_events < 0.6 * step.most_events and len(few.lives) < 0.6 * len(step.lives)
+    for decision in known._steps_of(planned.actions).wasted_bytes:
+        nearly, exactly = (Replay(each, planned, decision, known.costs.options) for each in (few, step))
+        assert exactly.is_exact and not nearly.is_exact
+        found, expected = nearly.reserved(), exactly.reserved()
+        assert found is not None and expected is not None and found.peak_bytes == expected.peak_bytes
+        assert expected.arena_bytes <= (1 + nearly.spare_share) * found.arena_bytes
 
 
 def test_times_are_those_of_the_first_steps_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
