@@ -77,7 +77,7 @@ class HoldWatch:
         if decider.level():
             self._in_force.allow(decider.decide())
         chosen = decider.chosen
-        may_gain = chosen is not None and (chosen.best.stalled_ms > 0 or bool(chosen.best.recomputed_bytes))
+        may_gain = chosen is not None and bool(chosen.best.num_moves or chosen.best.recomputed_bytes)
         own = self._last.peak_bytes + decider.extra_bytes, self._num_excesses, int(may_gain)
         need, num_excesses, can_gain = decider.agree(own)
         is_unused = decider.budget_bytes - need > _UNUSED * decider.budget_bytes
@@ -87,7 +87,8 @@ class HoldWatch:
         if can_gain:
             self._num_unused = 0
             self._correct(Excess((need - chosen.best.held_bytes) // 2))
-            self._in_force.clear_allocator()
+            if decider.chosen is None or decider.chosen.best.decision != chosen.best.decision:
+                self._in_force.clear_allocator()
 
     def _keep_less(self, over: int, held_bytes: int) -> None:
         self._num_excesses += 1

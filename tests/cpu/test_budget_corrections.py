@@ -83,10 +83,10 @@ UNUSED = BUDGET // 32
 
 
 def watch_of(
-    peak_bytes: int, stalled_ms: float = 1.0, recomputed_bytes: int = 0
+    peak_bytes: int, num_moves: int = 1, recomputed_bytes: int = 0
 ) -> tuple[HoldWatch, Any, list[Excess]]:
     corrected: list[Excess] = []
-    best = SimpleNamespace(held_bytes=BUDGET, stalled_ms=stalled_ms, recomputed_bytes=recomputed_bytes)
+    best = SimpleNamespace(held_bytes=BUDGET, num_moves=num_moves, recomputed_bytes=recomputed_bytes, decision=0)
     decider = mock.Mock(budget_bytes=BUDGET, extra_bytes=0, is_at_floor=False, chosen=SimpleNamespace(best=best))
     decider.agree, decider.correct = lambda numbers: numbers, corrected.append
     decider.known.note_excess = lambda prediction, actions, excess: excess
@@ -95,13 +95,23 @@ def watch_of(
     return HoldWatch(decider, mock.Mock(), last), last, corrected
 
 
-@pytest.mark.parametrize(("stalled_ms", "recomputed_bytes"), [(1.0, 0), (0.0, 1), (0.0, 0)])
+@pytest.mark.parametrize(("num_moves", "recomputed_bytes"), [(1, 0), (0, 1), (0, 0)])
 @pytest.mark.parametrize("unused", [UNUSED, UNUSED + 1])
-def test_half_of_what_was_left_is_used_if_it_saves_time(unused: int, stalled_ms: float, recomputed_bytes: int) -> None:
-    watch, _, corrected = watch_of(BUDGET - unused, stalled_ms, recomputed_bytes)
+def test_half_of_what_was_left_is_used_if_anything_moves(unused: int, num_moves: int, recomputed_bytes: int) -> None:
+    watch, _, corrected = watch_of(BUDGET - unused, num_moves, recomputed_bytes)
     watch.use_what_is_left()
-    is_used = unused > UNUSED and (stalled_ms > 0 or recomputed_bytes > 0)
+    is_used = unused > UNUSED and (num_moves > 0 or recomputed_bytes > 0)
     assert corrected == [Excess(-unused // 2)] * is_used
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_the_allocator_is_emptied_for_another_decision_only(is_other: bool) -> None:
+    watch, _, _ = watch_of(BUDGET // 2)
+    decider: Any = watch._decider
+    other = SimpleNamespace(best=SimpleNamespace(decision=int(is_other)))
+    decider.decide.side_effect = lambda **_: setattr(decider, "chosen", other)
+    watch.use_what_is_left()
+    assert watch._in_force.clear_allocator.call_count == is_other  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("num_excesses", "num_windows"), [(0, 1), (1, 2), (3, 8), (6, 64), (7, 64)])
