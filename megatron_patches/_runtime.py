@@ -432,6 +432,8 @@ def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -
         return None
     recomputation = RecomputeOptions(step.chunks, drop_parts(settings.modules)[0], decider.runs.begin)
     decider.find_options, decider.apply = recomputation.find, recomputation.apply
+    for refusal in recomputation.refusals:
+        logger.info("a budget does not recompute %s", refusal)
     return recomputation
 
 

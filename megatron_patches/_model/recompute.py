@@ -10,6 +10,7 @@ outside, but not both: three gradients summed in another order differ in the las
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -180,6 +181,12 @@ def find_refusals(chunk: torch.nn.Module) -> list[Refusal]:
     """Return the recomputations of a model chunk that are not offered, with the reason."""
     reasons = [(found, _why_not(chunk, found)) for found in _candidates(chunk)]
     return [Refusal(found.layer, found.kind.name, reason) for found, reason in reasons if reason is not None]
+
+
+def refusal_lines(refusals: Sequence[Sequence[Refusal]]) -> list[str]:
+    """Return a line for each recomputation and reason of these chunks, with the number of layers."""
+    counts = Counter((refusal.name, refusal.reason) for of_chunk in refusals for refusal in of_chunk)
+    return [f"{name} of {count} {'layer' if count == 1 else 'layers'}: {why}" for (name, why), count in counts.items()]
 
 
 class _Rows(NamedTuple):

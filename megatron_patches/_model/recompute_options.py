@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._model.recompute import Switch, Switches
+from megatron_patches._model.recompute import Switch, Switches, refusal_lines
 from megatron_patches._model.sites import layers_of
 from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.recompute import RecomputeOption
@@ -66,12 +66,16 @@ class RecomputeOptions:
         names: names of the groups on them.
         begin_run: called with the name of a recomputation when what it is around begins; what it returns is called at
             the end, with the output.
+
+    Attributes:
+        refusals: recomputations that the layers have and that are not offered, with the reason: a line for each.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], names: Iterable[str], begin_run: BeginRun) -> None:
-        switches = Switches(chunks).by_key
-        groups = frozenset(names)
-        found = [_option(stage, switch, groups) for (stage, _, _), switch in switches.items() if not switch.is_on]
+        switches, groups = Switches(chunks), frozenset(names)
+        self.refusals: list[str] = refusal_lines(switches.refusals)
+        ours = [(stage, switch) for (stage, _, _), switch in switches.by_key.items() if not switch.is_on]
+        found = [_option(stage, switch, groups) for stage, switch in ours]
         self._options: list[_Option] = sorted(found, key=lambda option: _ORDER.index(option.switch.name))
         self._input_bytes: dict[tuple[int, int, str], int] = {}
         self._output_bytes: dict[tuple[int, int, str], int] = {}

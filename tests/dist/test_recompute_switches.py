@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Sequence
 from itertools import combinations
@@ -282,5 +283,8 @@ def _expect_refusals(chunks: list[torch.nn.Module], reasons: dict[str, str]) -> 
     switches = Switches(chunks)
     offered = {name for _, _, name in switches.by_key}
     told = {refusal.name: refusal.reason for refusals in switches.refusals for refusal in refusals}
+    lines = RecomputeOptions(chunks, (), ModuleRuns().begin).refusals
     for name, part in reasons.items():
         assert name not in offered and part in told[name], (name, told)
+        [line] = [line for line in lines if line.startswith(f"{name} of ")]
+        assert re.search(rf"^{name} of \d+ layers?: .*{re.escape(part)}", line), line
