@@ -85,8 +85,9 @@ def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary
     others = [model.others.before.get(at, _UNKNOWN) for at in known]
     early = [-model.others.early[at] if at in model.others.early else _UNKNOWN for at in known]
     # Where little moves less is wasted than here: by as little as on any rank.
-    own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes, -model.floor_peak_bytes
-    between, overhead, wasted, floor_peak, *rest = agree((*own, *others, *early))
+    always = _UNKNOWN if model.others.always is None else model.others.always
+    own = model.between_bytes, model.overhead_bytes, -model.wasted_bytes, -model.floor_peak_bytes, always
+    between, overhead, wasted, floor_peak, always, *rest = agree((*own, *others, *early))
     others, early = rest[: len(known)], rest[len(known) :]
     return dataclasses.replace(
         model,
@@ -97,6 +98,7 @@ def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary
         others=OtherBytes(
             {at: n for at, n in zip(known, others, strict=True) if n != _UNKNOWN},
             {at: -n for at, n in zip(known, early, strict=True) if n != _UNKNOWN},
+            None if always == _UNKNOWN else always,
         ),
     )
 

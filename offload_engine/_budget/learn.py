@@ -12,7 +12,7 @@ from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.times import action_times, timed_parts, with_times
 from offload_engine._devices.base import MemoryGauge
 from offload_engine.planning.allocations import RecordedStep
-from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
+from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_groups_model, make_memory_model
 from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.shortened import shortened_record
 
@@ -45,9 +45,9 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
         recorder: of the step; blocks until the device has come to its end.
         gauge: not reset since the step ended.
         agree: with the other ranks that decide alike.
-        is_early_certain: see `make_memory_model`.
+        is_early_certain: see `make_memory_model`; False where groups alone are measured.
     """
-    # Where only groups are measured, none are left between steps; the gauge has the peak of the whole step.
+    # Where groups alone are measured, none are left between steps; the gauge has the peak of the whole step.
     between = gauge.peak_bytes() if is_early_certain else 0
     peak = max([between, *(each.peak_bytes for each in recorder.boundaries)])
     overhead, wasted = max(0, gauge.held_bytes() - peak), max(0, gauge.held_bytes() - gauge.outside_bytes() - peak)
@@ -57,7 +57,9 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, timed)))
     took_us = agree(tuple(round(_US * ms) for ms in action_times(job.actions, timed)))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
-    model = make_memory_model(job, memory, is_early_certain=is_early_certain)
+    model = (
+        make_memory_model(job, memory, is_early_certain=True) if is_early_certain else make_groups_model(job, memory)
+    )
     whole = recorder.allocations()
     recorded = None if whole is None else shortened_record(whole, job)
     num_events = 0 if recorded is None else recorded.most_events

@@ -205,11 +205,24 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
             others[at] = max(others.get(at, other), other)
             if is_early_certain:
                 early[at] = min(early.get(at, spare), spare)
-    floor = leaving_bytes(job.shapes, Choices())
+    return _model_with(OtherBytes(others, early), job, measured, every)
+
+
+def make_groups_model(job: Job, measured: MeasuredMemory) -> MemoryModel:
+    """Make the model of a device that reports groups alone; see `make_memory_model`.
+
+    Their bytes are known at any time. Of a peak that is measured, it could not be told which group it was of.
+    """
+    every = job.residents(Choices())
+    peak = max((boundary.peak_bytes for boundary in measured.boundaries), default=0)
+    return _model_with(OtherBytes({}, {}, always=max(0, peak - every.most)), job, measured, every)
+
+
+def _model_with(others: OtherBytes, job: Job, measured: MeasuredMemory, every: Residents) -> MemoryModel:
     followed = zip(job.actions, job.actions[1:], strict=False)
     return MemoryModel(
-        OtherBytes(others, early),
-        floor,
+        others,
+        leaving_bytes(job.shapes, Choices()),
         floor_moved_bytes=every.moved_bytes,
         between_bytes=measured.between_bytes,
         overhead_bytes=measured.overhead_bytes,

@@ -19,21 +19,29 @@ class OtherBytes:
         before: bytes of all else but groups before each boundary; and, for steps with other microbatches, before the
             same boundary of any microbatch.
         early: how many bytes of groups were released early, because copy-outs were complete. Empty if that is random.
+        always: bytes of all else at any time, instead of both, where a device reports groups alone. None: it does not.
 
     Attributes:
         before: see the argument.
         early: see the argument.
+        always: see the argument.
     """
 
-    def __init__(self, before: Mapping[Boundary | Moment, int], early: Mapping[Boundary | Moment, int]) -> None:
+    def __init__(
+        self,
+        before: Mapping[Boundary | Moment, int],
+        early: Mapping[Boundary | Moment, int],
+        always: int | None = None,
+    ) -> None:
         self.before: Mapping[Boundary | Moment, int] = before
         self.early: Mapping[Boundary | Moment, int] = early
+        self.always: int | None = always
         self._peaks: dict[tuple[Residents, float], int] = {}
 
     @property
     def most(self) -> int:
         """Return the most bytes before any boundary."""
-        return max(self.before.values(), default=0)
+        return max(self.before.values(), default=0) if self.always is None else self.always
 
     def peak(self, residents: Residents, early_share: float) -> int:
         """Return the most bytes before any boundary of a step, with its groups.
@@ -42,6 +50,8 @@ class OtherBytes:
             residents: bytes of groups on the device.
             early_share: of the early releases, how many recur.
         """
+        if self.always is not None:
+            return self.always + residents.most
         found = self._peaks.get((residents, early_share))
         if found is None:
             at = (self._with(boundary, nbytes, early_share) for boundary, nbytes in residents.before.items())
@@ -58,11 +68,11 @@ class OtherBytes:
         def of_any(found: Mapping[Boundary | Moment, int]) -> dict[Boundary | Moment, int]:
             return {at: nbytes for at, nbytes in found.items() if not isinstance(at, Boundary)}
 
-        return OtherBytes(of_any(self.before), of_any(self.early))
+        return OtherBytes(of_any(self.before), of_any(self.early), self.always)
 
     def _with(self, boundary: Boundary, nbytes: int, early_share: float) -> int:
         at: Boundary | Moment = boundary if boundary in self.before else moment_of(boundary)
-        other = self.before.get(at)
+        other = self.before.get(at) if self.always is None else self.always
         return 0 if other is None else other + nbytes - round(early_share * self.early.get(at, 0))
 
 

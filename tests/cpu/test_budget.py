@@ -42,6 +42,7 @@ from offload_engine._devices.cpu import CpuDevice
 from offload_engine.errors import BudgetError
 from offload_engine.frontends.integrations.pipelining import offload_schedule
 from offload_engine.plan_files import load_plan, plot_budget, save_plan
+from offload_engine.planning.memory import MeasuredMemory, make_groups_model
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, one_forward_one_backward
 from tests.engine_state import in_group
@@ -249,7 +250,16 @@ def test_budgets_between_floor_and_no_offload_hold_and_change_no_result(make: Ma
         make(config(gpu_budget=lowest - 1, recompute="off")).steps(8)
 
 
-def test_it_is_held_after_five_steps_of_an_optimizer_that_measure_memory_at_every_boundary() -> None:
+def test_it_is_held_after_five_steps_of_an_optimizer_that_measure_memory_at_every_boundary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = list[Boundary]()
+
+    def noted(job: Any, memory: MeasuredMemory) -> Any:
+        measured.extend(each.boundary for each in memory.boundaries)
+        return make_groups_model(job, memory)
+
+    monkeypatch.setattr("offload_engine._budget.learn.make_groups_model", noted)
     job = ByHand(config(gpu_budget=1 << 40))
     for _ in range(4):
         job.run([torch.randn(ROWS, HIDDEN)] * 2)
@@ -260,7 +270,6 @@ def test_it_is_held_after_five_steps_of_an_optimizer_that_measure_memory_at_ever
     assert job.controller.state is State.MEASURE
     floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
     assert job.steps(4).states == [floor, floor, measure, verify, verify, State.HOLD]
-    measured = job.controller.decider.known.model.others.before
     for chunk in {action.chunk for action in job.actions(4)}:
         for index in range(2 * DEPTH):
             assert Boundary(COMMIT, chunk, index) in measured
@@ -379,7 +388,7 @@ def test_what_files_need_and_what_excludes_a_budget(tmp_path: Path) -> None:
     settings = config(gpu_budget=1 << 30, policy=Planned())
     with pytest.raises(ValueError, match="activation_loading_horizon=2 and gpu_budget=1,073,741,824 of"):
         offload_wrapper(nn.Sequential(), 2, config=settings)
-    with pytest.raises(ValueError, match="gpu_budget='auto' depends on the memory of a GPU, and there is none here"):
+    with pytest.raises(ValueError, match="gpu_budget auto depends on the memory of a GPU, and there is none here"):
         OffloadEngine(config(gpu_budget="auto"))
 
 
@@ -440,6 +449,9 @@ class Allocator:
 
     def outside_bytes(self) -> int:
         return self.outside
+
+    def taken_bytes(self) -> int:
+        return self._base + self._gauge.taken_bytes() + self.outside
 
     def total_bytes(self) -> int:
         return 1 << 30
@@ -728,6 +740,28 @@ def test_auto_leaves_twice_what_varies_outside_the_allocator(
     for outside[0], cached[0] in ((9 << 30, 0), (0, 5 << 30), (more, 0), (0, 0), (0, 0), (0, 0)):
         job.step()
     assert job.summary.budget_bytes == (1 << 40) - margin
+
+
+def test_a_budget_that_weights_fill_is_refused_before_the_first_step_and_not_before() -> None:
+    """A model may come to the GPU, or be sharded, after its engine is made. What the allocator has cached is no matter.
+
+    On the CPU device weights do not count.
+    """
+    model = [weight.clone() for weight in ByHand(config()).model.parameters()]
+    message = "^gpu_budget is 4 MiB, but 5 MiB are taken before the first step, by weights, .*: raise it, or spread"
+    for make in (ByHand, ByLayers, ByBytes):
+        job = make(config(gpu_budget=4 << 20))
+        gauge = Allocator(job)
+        gauge.outside, gauge._reserved = 4 << 20, 1 << 30
+        for _ in range(2):
+            with pytest.raises(BudgetError, match=message):
+                job.step()
+        assert all(map(torch.equal, model, job.model.parameters()))
+        gauge.outside = (3 << 20) - 1
+        job.step()
+        gauge.outside += 1
+        job.step()  # by then it is measured
+    ByHand(config(gpu_budget=1)).step()
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

@@ -82,9 +82,7 @@ BUDGET = 1 << 20
 UNUSED = BUDGET // 32
 
 
-def watch_of(
-    peak_bytes: int, num_moves: int = 1, recomputed_bytes: int = 0
-) -> tuple[HoldWatch, Any, list[Excess]]:
+def watch_of(peak_bytes: int, num_moves: int = 1, recomputed_bytes: int = 0) -> tuple[HoldWatch, Any, list[Excess]]:
     corrected: list[Excess] = []
     best = SimpleNamespace(held_bytes=BUDGET, num_moves=num_moves, recomputed_bytes=recomputed_bytes, decision=0)
     decider = mock.Mock(budget_bytes=BUDGET, extra_bytes=0, is_at_floor=False, chosen=SimpleNamespace(best=best))
