@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from offload_engine.sizes import LEAST_MARGIN_BYTES, Size, format_bytes
+from offload_engine.gpu_budget import below_held_text, resolve_budget
+from offload_engine.sizes import Size
+
+FLAG = "--offload-gpu-budget"
+"""Of all messages about the budget of a run under Megatron."""
 
 
 def budget_of(size: Size) -> int | str:
@@ -14,39 +18,14 @@ def budget_of(size: Size) -> int | str:
     A size or a share is returned in bytes; "auto" stays that, because the engine measures what it must leave.
 
     Raises:
-        ValueError: if it is a share but there is no GPU, above the GPU's memory, or below what is taken before the
+        ValueError: if it is a share but there is no GPU, above the GPU's memory, or not above what is taken before the
             first step, mainly by weights; names the flag, the values and what to do.
     """
-    if not torch.cuda.is_available():
-        if size.nbytes is None:
-            raise ValueError(
-                f"--offload-gpu-budget {size} depends on the memory of a GPU, and there is none here: give a number of "
-                "bytes, which then bounds saved tensors, such as 512MiB"
-            )
-        return size.nbytes
-    free, total = torch.cuda.mem_get_info()
-    held = total - free - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
-    nbytes = checked(size, total, held)
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    nbytes = resolve_budget(FLAG, size, total)
+    if total:
+        # What the allocator has cached will be used again. The engine would check this, too, but not name the flag.
+        held = total - free - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
+        if nbytes <= held:
+            raise ValueError(below_held_text(f"{FLAG} {size}", nbytes, held))
     return "auto" if size == Size() else nbytes
-
-
-def checked(size: Size, total_bytes: int, held_bytes: int) -> int:
-    """Return a budget in bytes on a GPU with `total_bytes`, of which `held_bytes` are taken before the first step.
-
-    Of "auto" it is the most that may come of it.
-
-    Raises:
-        ValueError: as `budget_of`.
-    """
-    nbytes = size.resolve(total_bytes, LEAST_MARGIN_BYTES)
-    if nbytes > total_bytes:
-        raise ValueError(
-            f"--offload-gpu-budget {size} is above the {format_bytes(total_bytes)} of the GPU: lower it, or give auto"
-        )
-    if nbytes <= held_bytes:
-        raise ValueError(
-            f"--offload-gpu-budget {size} is {format_bytes(nbytes)}, but {format_bytes(held_bytes)} are taken before "
-            "the first step, by weights, gradients, and memory outside torch: raise it, or spread the model over more "
-            "GPUs"
-        )
-    return nbytes

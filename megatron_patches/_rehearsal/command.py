@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_patches._arguments import Settings
-from megatron_patches._model.gpu_budget import checked
+from megatron_patches._model.gpu_budget import FLAG
 from megatron_patches._rehearsal.forecast import NUM_WAYS, forecast_job
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.script import ScriptError, read_job
+from offload_engine.gpu_budget import resolve_budget
 from offload_engine.output import write_out
 from offload_engine.planning.hardware import Hardware
 from offload_engine.rehearsal.failures import RehearsalError
@@ -50,9 +51,9 @@ def _budget_bytes(own: Size, job: TrainingJob, hardware: Hardware) -> int:
     """
     of_run = job.settings.gpu_budget
     if own != Size() and of_run is not None:
-        raise ValueError(f"--budget {own} and --offload-gpu-budget {of_run} both say what a GPU may hold: give one")
+        raise ValueError(f"--budget {own} and {FLAG} {of_run} both say what a GPU may hold: give one")
     if of_run is not None:
-        return checked(of_run, hardware.gpu_bytes, 0)
+        return resolve_budget(FLAG, of_run, hardware.gpu_bytes)
     return budget_on(hardware, own)
 
 

@@ -15,13 +15,13 @@ from offload_engine._budget.hold import HoldWatch
 from offload_engine._budget.idleness import Idleness
 from offload_engine._budget.in_force import InForce
 from offload_engine._budget.last_step import LastStep
-from offload_engine._budget.margin import budget_bytes, margin_of
+from offload_engine._budget.margin import Margin, budget_bytes, check_held
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.state import State, check_following
 from offload_engine._budget.summary import Measured
 from offload_engine._budget.verify import Verifier
 from offload_engine._budget.view import BudgetView
-from offload_engine._devices.base import Device, MemoryGauge
+from offload_engine._devices.base import MemoryGauge
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
@@ -68,11 +68,10 @@ class BudgetController(BudgetView):
         self.is_idle: bool = False
         # Where copies are threads, the time of their completion is random.
         is_early_certain = not isinstance(gauge, ResidentGauge)
-        self._margin = margin_of(gauge) if budget_bytes is None else None
+        self._margin = Margin(gauge.total_bytes()) if budget_bytes is None else None
         nbytes = budget_bytes or (0 if self._margin is None else self._margin.budget_bytes())
         decider = Decider(nbytes, context, policy, is_early_certain=is_early_certain)
         super().__init__(decider, LastStep(context.device, gauge))
-        self._device: Device = context.device
         self._recorder: MeasuringRecorder | None = None
         self._verifier, self._idleness = Verifier(decider), Idleness(is_early_certain)
         self._floor = FloorSteps(self._margin)
@@ -89,6 +88,8 @@ class BudgetController(BudgetView):
         Raises:
             BudgetError: if the budget is below what a step takes with everything offloaded.
         """
+        if not self._num_steps:
+            check_held(self.decider.budget_bytes, self._gauge)
         self._last.measure()
         with self.planning(self.state is not State.HOLD):
             self._decide(actions, is_combined)
@@ -100,7 +101,7 @@ class BudgetController(BudgetView):
         self._num_steps += 1
         self._forget_recorder()
         if self.state is State.MEASURE:
-            self._recorder = MeasuringRecorder(self._device, self._gauge)
+            self._recorder = MeasuringRecorder(self._last.device, self._gauge)
             self.decider.runs.notes = self._recorder.allocation_notes
         self._last.begin(not self.is_settled or (self.decider.chosen is None and self._num_steps <= _TIMED_STEPS))
         return self._recorder

@@ -43,6 +43,10 @@ class ResidentGauge:
         """See `MemoryGauge`."""
         return 0
 
+    def taken_bytes(self) -> int:
+        """See `MemoryGauge`."""
+        return self._counters.resident_bytes
+
     def total_bytes(self) -> int:
         """See `MemoryGauge`."""
         return 0

@@ -16,6 +16,7 @@ class LastStep:
         gauge: measures memory.
 
     Attributes:
+        device: marks time.
         gauge: measures memory.
         has_ended: False if it was abandoned.
         peak_bytes: peak of allocated bytes in it, or since an earlier reset of the gauge.
@@ -33,7 +34,7 @@ class LastStep:
         self.num_chunks: int = 0
         self.chunk_bytes: float = 0.0
         self.milliseconds: float = 0.0
-        self._device = device
+        self.device: Device = device
         self._is_timed = False
         self._begin_mark: TimeMark = None
         self._end_mark: TimeMark = None
@@ -67,9 +68,9 @@ class LastStep:
         belongs to neither.
         """
         if self._is_timed and self.has_ended:
-            between = self._device.milliseconds_between(self._end_mark, self._mark())
+            between = self.device.milliseconds_between(self._end_mark, self._mark())
             self._between_ms = min(self._between_ms, between)
-            within = self._device.milliseconds_between(self._begin_mark, self._end_mark)
+            within = self.device.milliseconds_between(self._begin_mark, self._end_mark)
             self.milliseconds = within + self._between_ms
 
     def held_bytes(self) -> int:
@@ -77,4 +78,4 @@ class LastStep:
         return max(self.end_bytes, self.gauge.held_bytes())
 
     def _mark(self) -> TimeMark:
-        return self._device.mark_time(self._device.current_stream()) if self._is_timed else None
+        return self.device.mark_time(self.device.current_stream()) if self._is_timed else None

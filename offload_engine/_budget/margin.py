@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Margin`: computes how much of a GPU a budget of "auto" leaves free, from the variation between steps."""
+"""Resolves a budget, and checks it; `Margin` computes how much "auto" leaves free, from the variation between steps."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from offload_engine._devices.base import MemoryGauge
+from offload_engine.errors import BudgetError
+from offload_engine.gpu_budget import below_held_text, resolve_budget
 from offload_engine.sizes import LEAST_MARGIN_BYTES, Size, parse_size
 
 _TIMES: Final = 2
 """Factor by which the variation over many steps may exceed that over a few."""
-_NO_GPU: Final = (
-    "gpu_budget={!r} depends on the memory of a GPU, and there is none here: give a number of bytes, which then bounds "
-    "saved tensors"
-)
 
 
 class Margin:
@@ -48,27 +46,21 @@ def budget_bytes(gpu_budget: int | str, gauge: MemoryGauge) -> int | None:
         gauge: of the device.
 
     Raises:
-        ValueError: if it is a share and there is no GPU, or above the memory of the GPU.
+        ValueError: if it is above the memory of the GPU, or depends on it and there is none.
     """
-    total = gauge.total_bytes()
     size = parse_size(gpu_budget) if isinstance(gpu_budget, str) else Size(gpu_budget)
-    if size == Size():
-        return None
-    if size.percent is not None and not total:
-        raise ValueError(_NO_GPU.format(gpu_budget))
-    nbytes = size.resolve(total)
-    if total and nbytes > total:
-        raise ValueError(f"gpu_budget is {nbytes:,} bytes, more than the {total:,} of the GPU: lower it, or set 'auto'")
-    return nbytes
+    nbytes = resolve_budget("gpu_budget", size, gauge.total_bytes())
+    return None if size == Size() else nbytes
 
 
-def margin_of(gauge: MemoryGauge) -> Margin:
-    """Return the margin of a GPU.
+def check_held(budget_bytes: int, gauge: MemoryGauge) -> None:
+    """Check, before the first step, that the budget is above what the process holds by then.
+
+    Not before, because a model may come to the GPU, or be divided among several, after its engine is made.
 
     Raises:
-        ValueError: if there is none.
+        BudgetError: if it is not.
     """
-    total = gauge.total_bytes()
-    if not total:
-        raise ValueError(_NO_GPU.format("auto"))
-    return Margin(total)
+    held = gauge.taken_bytes() if gauge.total_bytes() else 0
+    if held and budget_bytes <= held:
+        raise BudgetError(below_held_text("gpu_budget", budget_bytes, held))

@@ -68,6 +68,9 @@ class MemoryGauge(Protocol):
     def outside_bytes(self) -> int:
         """Return the bytes that the process holds outside its allocator."""
 
+    def taken_bytes(self) -> int:
+        """Return the bytes that are taken now: allocated, or outside the allocator."""
+
     def total_bytes(self) -> int:
         """Return the total memory of the device; 0 if it is not known."""
 

@@ -45,6 +45,11 @@ class CudaMemory:
         """See `MemoryGauge`."""
         return self._outside_bytes(self._stats())
 
+    def taken_bytes(self) -> int:
+        """See `MemoryGauge`."""
+        stats = self._stats()
+        return self._outside_bytes(stats) + _of(stats, "allocated_bytes", "current")
+
     def total_bytes(self) -> int:
         """See `MemoryGauge`."""
         return int(torch.cuda.mem_get_info(self._device)[1])

@@ -119,6 +119,9 @@ class Account(AllocatedBytes):
     def outside_bytes(self) -> int:
         return 0
 
+    def taken_bytes(self) -> int:
+        return self.segments.allocated_bytes
+
     def total_bytes(self) -> int:
         return 1 << 40
 

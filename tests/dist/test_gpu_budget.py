@@ -20,7 +20,7 @@ from megatron.core import parallel_state as ps
 
 from megatron_patches import Handle, apply
 from megatron_patches._model.candidates import find_candidates
-from megatron_patches._model.gpu_budget import budget_of, checked
+from megatron_patches._model.gpu_budget import budget_of
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._budget.learn import learned
 from offload_engine._budget.state import State
@@ -170,17 +170,19 @@ def test_only_the_names_given_are_candidates() -> None:
 
 
 def test_a_budget_on_a_gpu() -> None:
-    size, taken = 80 << 30, 5 << 30
-    for budget, nbytes in (("60GiB", 60 << 30), ("75%", 60 << 30), ("auto", size - (512 << 20))):
-        assert checked(parse_size(budget), size, taken) == nbytes
-    for budget, message in (("81GiB", "is above the 80.00 GiB of the GPU"), ("5%", "is 4.00 GiB, but 5.00 GiB are")):
-        with pytest.raises(ValueError, match=message):
-            checked(parse_size(budget), size, taken)
-    gpu = {"is_available": True, "mem_get_info": (size - taken, size), "memory_reserved": 0, "memory_allocated": 0}
-    with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=value) for name, value in gpu.items()}):
-        assert budget_of(parse_size("75%")) == 60 << 30 and budget_of(parse_size("auto")) == "auto"  # to be measured
-        with pytest.raises(ValueError, match=r"is 4.00 GiB, but 5.00 GiB are"):
-            budget_of(parse_size("5%"))
+    """What the allocator has cached does not count: steps use it."""
+    size, taken, cached = 80 << 30, 5 << 30, 3 << 30
+    values = {"mem_get_info": (size - taken - cached, size), "memory_reserved": cached + 2, "memory_allocated": 2}
+    gpu = {name: mock.Mock(return_value=value) for name, value in {"is_available": True, **values}.items()}
+    with mock.patch.multiple(torch.cuda, **gpu):
+        for budget, expected in (("60GiB", 60 << 30), ("75%", 60 << 30), ("auto", "auto")):  # auto is to be measured
+            assert budget_of(parse_size(budget)) == expected
+        for budget, message in (
+            ("81GiB", "^--offload-gpu-budget 81GiB is above the 80.00 GiB of the GPU: lower it, or give auto$"),
+            ("5%", "^--offload-gpu-budget 5% is 4.00 GiB, but 5.00 GiB are taken before the first step, by .* raise"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                budget_of(parse_size(budget))
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------------

@@ -331,7 +331,7 @@ class _BudgetEngine(OffloadEngine):
 
     def __init__(self, config: OffloadConfig, device: Any) -> None:
         allocated, self.clocks = device.allocated, device.clocks
-        values = {"outside_bytes": 0, "total_bytes": 1 << 40, "record": False, "count": 0}
+        values = {"outside_bytes": 0, "taken_bytes": 0, "total_bytes": 1 << 40, "record": False, "count": 0}
         device.memory = mock.Mock(**{f"{name}.return_value": value for name, value in values.items()})
         device.memory.peak_bytes = device.memory.held_bytes = lambda: int(allocated.peak_bytes)
         device.memory.reset = allocated.reset_peak
