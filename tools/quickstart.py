@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 MIB = 1 << 20
+COLUMNS = "losses\nequal", "step,\nms", "saved on\ndevice,\npeak", "process\n(RSS),\npeak", "copied\nout", "came\nlate"
 Step = dict[str, Any]
 
 
@@ -47,46 +48,51 @@ def load(path: Path) -> list[Step]:
 
 
 def comparison(plain: list[Step], offload: list[Step], budget: list[Step]) -> Table:
-    """Make the table of the three runs; figures of memory are of the last step."""
+    """Make the table of the three runs, with two rows for the budget; figures of memory are of the last step."""
     plans = [rank["offload"]["plan"] or {} for rank in budget[-1]["ranks"]]
-    decided = [plan for plan in plans if plan.get("predicted_step_ms") is not None]
-    table = Table("", title=f"{len(plain)} training steps", title_justify="left")
-    size = f" of {_mib(decided[0]['budget_bytes'])} a rank" if decided else ": no plan"
-    for column in ("no offload", "offload", f"a budget{size}, and no other setting"):
-        table.add_column(column, justify="right")
-
-    def add(title: str, form: Callable[[float], str], figures: Iterable[float], predicted: float | None = None) -> None:
-        before, *others = figures
-        with_change = [f"{form(after)} ({after / before - 1:+.0%})" for after in others]
-        with_change[-1] += "" if predicted is None else f"\n{form(predicted)} predicted"
-        table.add_row(title, form(before), *with_change)
-
-    equal = [f"[{style}]{word}[/]" for style, word in map(_verdict, (plain, plain), (offload, budget))]
-    table.add_row("losses equal to the last bit", "", *equal)
-    predicted_ms = max((plan["predicted_step_ms"] for plan in decided), default=None)
-    add("step time", "{:,.0f} ms".format, (_step_ms(plain), _step_ms(offload), budget[-1]["step_ms"]), predicted_ms)
-    for rank, ranks in enumerate(zip(*(run[-1]["ranks"] for run in (plain, offload, budget)), strict=True)):
-        predicted = plans[rank].get("predicted_peak_bytes")
-        add(f"saved bytes on the device, peak, rank {rank}", _mib, map(_peak_resident, ranks), predicted)
-        add(f"process memory (RSS), peak, rank {rank}", _mib, (one["rss_peak_bytes"] for one in ranks))
-    for way in ("out", "in"):
-        sizes = (_mib(run[-1]["offload"][f"copied_{way}_bytes"]) for run in (offload, budget))
-        table.add_row(f"copied {way} in a step", "", *sizes)
-    late = (sum(step["offload"]["prefetch_misses"] for step in run) for run in (offload, budget))
-    table.add_row("came back late, in all steps", "", *(f"{number} tensors" for number in late))
+    title = f"{len(plain)} training steps; MiB of {'/'.join(f'rank {rank}' for rank in range(len(plans)))}"
+    table = Table("", title=title, title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_row("no offload", "", _ms(_step_ms(plain)), *_peaks(plain))
+    table.add_row("offload", _verdict(plain, offload), _ms(_step_ms(offload)), *_peaks(offload), *_copies(offload))
+    table.add_section()
+    table.add_row("budget", "", "", _mibs(plan.get("budget_bytes", 0) for plan in plans))
+    table.add_row("budget, predicted", "", *_predicted(plans))
+    measured = _ms(budget[-1]["step_ms"]), *_peaks(budget), *_copies(budget)
+    table.add_row("budget, measured", _verdict(plain, budget), *measured)
     return table
 
 
-def _verdict(plain: list[Step], run: list[Step]) -> tuple[str, str]:
-    return ("green", "yes") if has_same_losses(plain, run) else ("bold red", "NOT EQUAL")
+def _peaks(run: list[Step]) -> list[str]:
+    ranks = run[-1]["ranks"]
+    return [_mibs(map(_peak_resident, ranks)), _mibs(rank["rss_peak_bytes"] for rank in ranks)]
+
+
+def _copies(run: list[Step]) -> list[str]:
+    copied = _mibs(rank["offload"]["copied_out_bytes"] for rank in run[-1]["ranks"])
+    return [copied, str(sum(step["offload"]["prefetch_misses"] for step in run))]
+
+
+def _predicted(plans: list[dict[str, Any]]) -> list[str]:
+    """Return the time of a step, which is that of the slowest rank, and the peak of each rank."""
+    times = [plan.get("predicted_step_ms") for plan in plans]
+    if None in times:
+        return ["no plan"]
+    return [_ms(max(times)), _mibs(plan["predicted_peak_bytes"] for plan in plans)]
+
+
+def _verdict(plain: list[Step], run: list[Step]) -> str:
+    return "[green]yes[/]" if has_same_losses(plain, run) else "[bold red]NO[/]"
 
 
 def closing(plain: list[Step], offload: list[Step]) -> str:
     """Return a sentence on what came out, and where to go on."""
     before, after = (_peak_resident(run[-1]["ranks"][0]) for run in (plain, offload))
     return (
-        f"{_mib(before - after)} of {_mib(before)} saved less on rank 0. Without a GPU the copies and the computation "
-        "share the cores. Next: docs/getting-started.md"
+        f"With offload rank 0 keeps at most {_mib(after)} MiB of saved tensors on the device, without it "
+        f"{_mib(before)} MiB. Without a GPU the copies and the computation share the cores. Next: "
+        "docs/getting-started.md"
     )
 
 
@@ -104,8 +110,16 @@ def _peak_resident(rank: dict[str, Any]) -> int:
     return int(rank["offload"]["peak_resident_saved_bytes"])
 
 
+def _mibs(sizes: Iterable[float]) -> str:
+    return "/".join(map(_mib, sizes))
+
+
 def _mib(nbytes: float) -> str:
-    return f"{nbytes / MIB:,.0f} MiB"
+    return f"{nbytes / MIB:,.0f}"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f}"
 
 
 if __name__ == "__main__":

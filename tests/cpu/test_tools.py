@@ -170,4 +170,9 @@ def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(
         write("budget", losses, 380, plan)
         assert quickstart.main([str(tmp_path)]) == status
         printed = capsys.readouterr().out
-        assert "390 MiB predicted" in printed and ("NOT EQUAL" in printed) == bool(status)
+        rows = {
+            row[1]: row[2:-1] for line in printed.splitlines() if len(row := re.split(r"\s*[│]\s*", line.strip())) > 1
+        }
+        assert rows["budget"][:3] == ["", "", "400/400"]
+        assert rows["budget, predicted"][:3] == ["", "8", "390/390"]
+        assert rows["budget, measured"][:3] == ["NO" if status else "yes", "7", "380/380"]
