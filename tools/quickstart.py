@@ -76,10 +76,12 @@ def _copies(run: list[Step]) -> list[str]:
 
 def _predicted(plans: list[dict[str, Any]]) -> list[str]:
     """Return the time of a step, which is that of the slowest rank, and the peak of each rank."""
-    times = [plan.get("predicted_step_ms") for plan in plans]
-    if None in times:
+    if not all(plan.get("predicted_step_ms") for plan in plans):
         return ["no plan"]
-    return [_ms(max(times)), _mibs(plan["predicted_peak_bytes"] for plan in plans)]
+    return [
+        _ms(max(plan["predicted_step_ms"] for plan in plans)),
+        _mibs(plan["predicted_peak_bytes"] for plan in plans),
+    ]
 
 
 def _verdict(plain: list[Step], run: list[Step]) -> str:
