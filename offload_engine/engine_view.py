@@ -223,8 +223,15 @@ def explain(engine: EngineView, error: BaseException | None) -> None:
     `OffloadEngine.iteration` calls it; so does a caller of `begin_iteration` that catches errors, before
     `reset_iteration`.
     """
-    if engine.budget is None or not engine.is_in_iteration or not isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, torch.OutOfMemoryError):
         return
-    text = engine.budget.shortage(engine.stats.peak_resident_bytes)
-    if not any(note.startswith("gpu_budget") for note in getattr(error, "__notes__", ())):
+    text = shortage_of(engine)
+    if text is not None and not any(note.startswith("gpu_budget") for note in getattr(error, "__notes__", ())):
         error.add_note(text)
+
+
+def shortage_of(engine: EngineView) -> str | None:
+    """Return what the budget of the running iteration expected, and what has grown; None without a budget or a step."""
+    if engine.budget is None or not engine.is_in_iteration:
+        return None
+    return engine.budget.shortage(engine.stats.peak_resident_bytes)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from offload_engine._saved.counters import ByteCounters
 from offload_engine.planning.allocations import AllocationLog
 
@@ -55,6 +57,9 @@ class ResidentGauge:
         """See `MemoryGauge`."""
 
     def reserve(self, nbytes: int) -> None:
+        """See `MemoryGauge`."""
+
+    def watch(self, on_shortage: Callable[[], None]) -> None:
         """See `MemoryGauge`."""
 
     def record(self) -> bool:

@@ -146,6 +146,12 @@ cuda_record_memory: Final[Callable[..., None]] = take("torch.cuda.memory._record
 cuda_memory_snapshot: Final[Callable[[], dict[str, Any]]] = take("torch.cuda.memory._snapshot")
 """The recorded history, and the segments and blocks of the allocator. Never waits for the device."""
 
+cuda_observe_shortages: Final[Callable[[Callable[[int, int, int, int], None]], None]] = take_or_refuse(
+    "torch._C._cuda_attach_out_of_memory_observer"
+)
+"""Have a function called before each `torch.OutOfMemoryError`, for ever, with the index of the GPU and the bytes asked
+for, allowed to the process, and free. RuntimeError: the allocator in use has no observers."""
+
 # -- modules
 
 global_forward_hooks: Final[dict[int, Any]] = take("torch.nn.modules.module._global_forward_hooks")

@@ -80,6 +80,12 @@ class MemoryGauge(Protocol):
     def reserve(self, nbytes: int) -> None:
         """Reserve memory at once, for the current stream. No-op for a negative number, or if the device has less."""
 
+    def watch(self, on_shortage: Callable[[], None]) -> None:
+        """Call a method, which is held weakly, whenever memory runs out, right before the error is raised.
+
+        Not in `reserve`. Whoever allocates may catch the error.
+        """
+
     def record(self) -> bool:
         """Start recording allocations, until `recorded`; return False, without effect, if that is not possible."""
 

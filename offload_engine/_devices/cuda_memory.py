@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from offload_engine._devices.cuda_shortage import CudaShortages
 from offload_engine._devices.cuda_trace import start_recording, stop_recording
 from offload_engine.planning.allocations import AllocationLog
 from offload_engine.sizes import short_size
@@ -27,6 +29,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._shortages = CudaShortages(device.index)
 
     def peak_bytes(self) -> int:
         """See `MemoryGauge`."""
@@ -63,9 +66,14 @@ class CudaMemory:
         if nbytes <= 0:
             return
         try:
-            torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            with self._shortages.expected():
+                torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             logger.info("offload budget: %s were not reserved at once: %s", short_size(nbytes), error)
+
+    def watch(self, on_shortage: Callable[[], None]) -> None:
+        """See `MemoryGauge`."""
+        self._shortages.add(on_shortage)
 
     def record(self) -> bool:
         """See `MemoryGauge`."""

@@ -30,7 +30,7 @@ LAYERS = {
         _observe.labels _observe.modules _observe.pace _observe.reasons _observe.record _observe.chrome_trace
         _observe.fold _observe.notes _observe.assemble _observe.pending _observe.report _observe.storages
         _observe.goals _observe.recorder _observe.gathering report _observe.waits _observe.observer
-        _devices.copy_worker _devices.cuda_trace _devices.cuda_memory _devices.cuda_runtime
+        _devices.copy_worker _devices.cuda_trace _devices.cuda_shortage _devices.cuda_memory _devices.cuda_runtime
         _devices.cuda_routine _devices.host_memory _devices.file_slab _devices.memory_slab _devices.node_share
         _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices _host
         _host.try_lock _host.unawaited _host.extents planning.host_bytes planning.simulated planning.simulate

@@ -15,7 +15,7 @@ import torch
 from offload_engine._compat import torch_private
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.engine import OffloadEngine
-from offload_engine.engine_view import explain
+from offload_engine.engine_view import explain, shortage_of
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.frontends._common.weights import may_move
 from offload_engine.schedule import ChunkKey
@@ -66,6 +66,9 @@ class Session:
         self._reached = -1  # the highest number of a chunk whose backward has begun
         self._in_backward: ChunkOffloadHandler | None = None  # the chunk that was read last
         self._has_left = False  # graphs of earlier iterations held saved tensors when this one began
+        self._has_explained = False  # a shortage of memory
+        if owns_iterations and engine.budget is not None and engine.device.memory is not None:
+            engine.device.memory.watch(self._explain_shortage)
 
     @property
     def stats(self) -> IterationStats:
@@ -174,6 +177,13 @@ class Session:
         """
         if self._is_closed:
             raise OffloadError(f"this offload was ended by close() or remove(): call {made_by} again for a new one")
+
+    def _explain_shortage(self) -> None:
+        """Warn why memory runs out, once, in code whose errors do not pass through this session, such as a backward."""
+        text = None if self._has_explained or self.chunk is not None else shortage_of(self.engine)
+        if text is not None:
+            self._has_explained = True
+            logger.warning("out of GPU memory: %s", text)
 
     def _begin_if_over(self) -> None:
         engine = self.engine
