@@ -75,7 +75,9 @@ def parse_bytes(text: str, unit: str = "B") -> int:
         ValueError: for anything else, a negative size, a share and "auto".
     """
     if text.strip().lower() == _AUTO or text.strip().endswith("%"):
-        raise ValueError(f"{text!r} depends on a total, and there is none here: {_accepted(unit)}")
+        raise ValueError(
+            f"{text!r} is not a number of bytes, and only gpu_budget may be a share or auto: {_accepted(unit)}"
+        )
     return _whole(text, *_split(text, unit))
 
 

@@ -9,9 +9,11 @@ import enum
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,6 +33,8 @@ from megatron_patches import (  # noqa: E402
 )
 from megatron_patches._arguments import Settings, check_fields, resolve  # noqa: E402
 from megatron_patches._command_line import as_typed  # noqa: E402
+from megatron_patches._flags import SETTINGS  # noqa: E402
+from megatron_patches._model.gpu_budget import budget_of  # noqa: E402
 from megatron_patches._model.graphs import captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
 from megatron_patches._model.modules import MODULES, canonical_names  # noqa: E402
 from megatron_patches._rehearsal import script  # noqa: E402
@@ -88,7 +92,10 @@ def test_fields_are_there_as_long_as_applied(config_class: Any) -> None:
         ({"offload_gpu_budget": 0.9}, "must be a size, such as '60GiB'"),
         ({"offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
         ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
-        ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on a total"),
+        (
+            {"offload_host_limit_bytes": "50%"},
+            "offload_host_limit_bytes: '50%' is not a number of bytes, and only gpu_b",
+        ),
         ({"offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11}, "nothing could ever be offloaded"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "own fine_grained_activation"),
@@ -149,7 +156,6 @@ def test_flags() -> None:
     ("flag", "value", "message"),
     [
         ("host-limit-bytes", "-1", "'-1' is negative"),
-        ("host-limit-bytes", "90%", "'90%' depends on a total, and there is none here"),
         ("gpu-budget", "120%", "'120%' is not a share"),
         ("recompute", "on", "invalid choice: 'on'"),
     ],
@@ -158,6 +164,39 @@ def test_flags_reject_bad_values(flag: str, value: str, message: str, capsys: py
     with pytest.raises(SystemExit):
         parse(f"--offload-{flag}={value}")
     assert f"argument --offload-{flag}: {message}" in capsys.readouterr().err
+
+
+SIZE_FLAGS = [setting.name for setting in SETTINGS if setting.argparse_kwargs().get("metavar") == "SIZE"]
+
+
+@pytest.mark.parametrize("name", SIZE_FLAGS)
+def test_every_size_may_have_a_unit_and_a_budget_of_the_gpu_may_be_a_share(
+    name: str, applied: Handle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What other sizes bound has no total, or one that nobody knows yet, such as all saved bytes."""
+    flag, is_budget = f"--{name.replace('_', '-')}", name == "offload_gpu_budget"
+    for text, nbytes in (("60GiB", 60 << 30), ("60G", 60 << 30), ("1.5GB", 1_500_000_000)):
+        assert parse_size(str(getattr(parse(flag, text), name))) == Size(nbytes)
+        assert getattr(make(offload_activation=True, **{name: text}), name) == text
+    for text in ("50%", "auto"):
+        if is_budget:
+            with on_a_gpu_of(80 << 30):
+                assert budget_of(parse_size(getattr(parse(flag, text), name))) == (40 << 30 if text == "50%" else text)
+            continue
+        with pytest.raises(SystemExit):
+            parse(flag, text)
+        message = f"{text!r} is not a number of bytes, and only gpu_budget may be a share or auto: give a number of by"
+        assert f"argument {flag}: {message}" in capsys.readouterr().err
+        with pytest.raises(ValueError, match=f"^{name}: {message}"):
+            make(offload_activation=True, **{name: text})
+    assert len(SIZE_FLAGS) == 7
+
+
+@contextmanager
+def on_a_gpu_of(nbytes: int) -> Iterator[None]:
+    values = {"is_available": True, "mem_get_info": (nbytes, nbytes), "memory_reserved": 0, "memory_allocated": 0}
+    with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=value) for name, value in values.items()}):
+        yield
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
