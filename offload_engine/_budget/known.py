@@ -118,7 +118,7 @@ class Known:
                 return found
             found = repredicted(found, self._predictor(steps, model))
             if must_fit and found.floor.held_bytes > budget_bytes:
-                raise BudgetError(below_floor_text(budget_bytes, found.floor))
+                raise BudgetError(below_floor_text(budget_bytes, found.floor, self.model))
             return found
 
         found = None

@@ -104,10 +104,10 @@ class Verifier:
             self._begin_again()
             return decider.decide()
         decider.take_in(excess)
-        assert decider.chosen is not None
+        assert decider.chosen is not None and decider.known is not None
         best = decider.chosen.best
         if decider.is_at_floor and best.held_bytes > decider.budget_bytes:
-            logger.warning("%s", below_floor_text(decider.budget_bytes, best))
+            logger.warning("%s", below_floor_text(decider.budget_bytes, best, decider.known.model))
         return None
 
     def _corrects_floor(self, excess: Excess) -> bool:

@@ -92,7 +92,7 @@ def choose(
         floor = min([floor, *curve], key=lambda each: each.held_bytes)
     if floor.held_bytes > budget_bytes:
         if must_fit:
-            raise BudgetError(below_floor_text(budget_bytes, floor))
+            raise BudgetError(below_floor_text(budget_bytes, floor, model))
         return Chosen(floor, floor, top, _improving([*curve, floor]), *ratios)
     limit = chooser.limit_bytes = max(budget_bytes - guard_bytes, floor.held_bytes)
     if top.held_bytes <= limit:
@@ -158,15 +158,20 @@ def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
     return chosen._replace(best=best, floor=floor, top=top, busy_ratio=ratio, pipeline_ms=None)
 
 
-def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:
+def below_floor_text(budget_bytes: int, lowest: Prediction, model: MemoryModel) -> str:
     """Return a text that says by how much a budget is too small, and what else would help."""
-    floor_bytes, group_bytes = lowest.held_bytes, lowest.resident_bytes
+    floor_bytes = lowest.held_bytes
     how = "offloaded, and recomputed where possible" if lowest.recomputed_bytes else "offloaded"
+    if model.has_groups_alone:
+        rest, more = " (saved tensors in use or being copied; without a GPU nothing else counts)", "recompute"
+    else:
+        other = _size(floor_bytes - lowest.resident_bytes)
+        rest = f", of which {other} are weights, gradients, optimizer state and other memory that is not offloaded"
+        more = "offload or recompute"
     return (
         f"gpu_budget is {_size(budget_bytes)}, {_size(floor_bytes - budget_bytes)} less than the {_size(floor_bytes)} "
-        f"of a step with everything {how}, of which {_size(floor_bytes - group_bytes)} are weights, gradients, "
-        "optimizer state and other memory that is not offloaded. Raise the budget, offload or recompute more modules, "
-        "use smaller microbatches or shorter sequences, or shard the model further"
+        f"of a step with everything {how}{rest}. Raise the budget, {more} more modules, use smaller microbatches or "
+        "shorter sequences, or shard the model further"
     )
 
 

@@ -109,6 +109,11 @@ class MemoryModel:
     moving_share: float = _WASTED_MOVING
     """Share of `wasted_bytes` that steps reserve in vain which move something, but less than everything."""
 
+    @property
+    def has_groups_alone(self) -> bool:
+        """Return whether the bytes of groups are all that the device reports; see `make_groups_model`."""
+        return self.others.always is not None
+
     def early_share(self, job: Job, choices: Choices) -> float:
         """Return the share of early releases that recur: none has to where anything was chosen."""
         if job.bounds.resident_bytes is not None or choices or not self.floor_bytes:

@@ -20,7 +20,8 @@ class Scripted:
     """A decider whose decisions hold so many bytes, one after the other."""
 
     guard_bytes, budget_bytes, actions = 8 * CLOSE, BUDGET, ()
-    known = SimpleNamespace(note_excess=lambda prediction, actions, excess: excess)
+    model = SimpleNamespace(has_groups_alone=False)
+    known = SimpleNamespace(note_excess=lambda prediction, actions, excess: excess, model=model)
 
     def __init__(self, *decisions: int, margin_bytes: int = 0, is_at_floor: bool = False) -> None:
         self.decisions, self.asked = list(decisions), list[str]()
@@ -90,6 +91,7 @@ def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
     verifier, decider = verifier_of(BUDGET, is_at_floor=True, margin_bytes=margin)
     assert verifier.judge(Excess(error)) is None and decider.asked == [f"take in {error}"]
     assert [f"gpu_budget is {BUDGET / 2**20:,.2f} MiB" in each.message for each in caplog.records] == [True] * error
+    assert all("of which 0.25 MiB are weights" in each.message for each in caplog.records)
 
 
 def test_what_a_floor_that_recomputes_reserves_in_vain_is_noted_for_its_decision() -> None:
