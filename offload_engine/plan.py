@@ -56,7 +56,8 @@ def _answer(options: argparse.Namespace) -> None:
         budget_on(hardware, options.budget),
     )
     with Progress(NUM_WAYS, sys.stderr) as progress:
-        forecast = rehearsal.forecast(options.batch_size * options.seq_length, progress.advance)
+        num_tokens = options.batch_size * options.seq_length
+        forecast = rehearsal.forecast(num_tokens, progress.advance, has_curve=bool(options.plan_plot))
     write_out(forecast_text(forecast, _NOTES))
     if options.plan_plot:
         draw_forecast(forecast, options.plan_plot)

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from offload_engine._budget.picture import Mark, Point, draw_budgets
 from offload_engine.engine_view import EngineView
 from offload_engine.errors import OffloadError
 from offload_engine.planning.saved_plan import check_described, format_saved, parse_saved
 
-_GIB: Final = 1 << 30
 _NOTHING: Final = "the engine has no gpu_budget, or has not measured a step yet"
 
 
@@ -62,7 +62,7 @@ def load_plan(engine: EngineView, file: str | os.PathLike[str], *, model: Mappin
 
 
 def plot_budget(engine: EngineView, file: str | os.PathLike[str]) -> None:
-    """Draw the predicted throughput over memory, with the chosen point and the measured one.
+    """Draw the throughput that is predicted for every budget, with the chosen point and the measured one.
 
     Args:
         engine: has a budget and has run some steps.
@@ -76,23 +76,12 @@ def plot_budget(engine: EngineView, file: str | os.PathLike[str]) -> None:
     summary = None if controller is None else controller.summary
     if controller is None or summary is None:
         raise OffloadError(f"nothing to draw: {_NOTHING}")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.add_subplot()
-    _draw(axes, controller.curve, "o-", "predicted", markersize=3)
-    _draw(axes, [(summary.predicted_peak_bytes, summary.predicted_step_ms)], "s", "chosen")
+    marks = [_mark("chosen", summary.predicted_peak_bytes, summary.predicted_step_ms, "s")]
     if summary.measured_peak_bytes and summary.measured_step_ms:
-        _draw(axes, [(summary.measured_peak_bytes, summary.measured_step_ms)], "x", "measured", markersize=9)
-    axes.axvline(summary.budget_bytes / _GIB, linestyle=":", color="gray", label="budget")
-    axes.set_xlabel("memory of the process, GiB")
-    axes.set_ylabel("steps per second")
-    axes.legend()
-    figure.savefig(os.fspath(file))
+        marks.append(_mark("measured", summary.measured_peak_bytes, summary.measured_step_ms, "x"))
+    curve = [Point(nbytes, 1e3 / milliseconds) for nbytes, milliseconds in controller.curve if milliseconds > 0]
+    draw_budgets(file, curve, marks, summary.budget_bytes, "memory of the process", "steps a second")
 
 
-def _draw(axes: Any, points: Sequence[tuple[int, float]], style: str, label: str, **settings: Any) -> None:
-    known = [(nbytes / _GIB, 1e3 / milliseconds) for nbytes, milliseconds in points if milliseconds > 0]
-    axes.plot([x for x, _ in known], [y for _, y in known], style, label=label, **settings)
+def _mark(name: str, nbytes: int, milliseconds: float, shape: str) -> Mark:
+    return Mark(name, Point(nbytes, 1e3 / milliseconds if milliseconds > 0 else 0.0), shape)

@@ -34,7 +34,7 @@ def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str
     try:
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
         job = read_job(script, hardware.num_gpus * args.nodes, defaults)
-        forecast = _forecast(job, hardware, _budget_bytes(args.budget, job, hardware))
+        forecast = _forecast(job, hardware, _budget_bytes(args.budget, job, hardware), bool(args.plan_plot))
         write_out(forecast_text(forecast, _notes(job)))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
@@ -57,10 +57,10 @@ def _budget_bytes(own: Size, job: TrainingJob, hardware: Hardware) -> int:
     return budget_on(hardware, own)
 
 
-def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Forecast:
+def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int, has_curve: bool) -> Forecast:
     num_ranks = job.parallel.get("pipeline_model_parallel_size", 1)
     with Progress(NUM_WAYS * num_ranks, sys.stderr) as progress:
-        return forecast_job(job, hardware, budget_bytes, progress.advance)
+        return forecast_job(job, hardware, budget_bytes, progress.advance, has_curve)
 
 
 def _notes(job: TrainingJob) -> list[str]:

@@ -18,7 +18,8 @@ from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Costs
 from offload_engine.planning.shapes import Bounds
-from offload_engine.rehearsal.chosen import choose_within
+from offload_engine.rehearsal.chosen import RankChooser
+from offload_engine.rehearsal.curve import with_curve
 from offload_engine.rehearsal.forecast import (
     CONTEXT_BYTES,
     TE_CONTEXT_BYTES,
@@ -40,6 +41,7 @@ def forecast_job(
     hardware: Hardware,
     budget_bytes: int | None = None,
     on_progress: Callable[[], None] = lambda: None,
+    has_curve: bool = False,
 ) -> Forecast:
     """Rehearse a job on a machine.
 
@@ -48,6 +50,7 @@ def forecast_job(
         hardware: machine of one node.
         budget_bytes: bytes that a process may hold on its GPU; None: all of them.
         on_progress: called `NUM_WAYS` times for each pipeline rank.
+        has_curve: predict what every budget would take, too.
 
     Raises:
         ValueError, AssertionError: if megatron-core rejects the job.
@@ -59,10 +62,13 @@ def forecast_job(
     rehearsed = [_rehearse_rank(job, hardware, link, rank, on_progress) for rank in range(num_stages)]
     _check_names(job, rehearsed)
     ranks = [each.forecast for each in rehearsed]
-    if any(rank.ways[0].gpu_bytes > budget for rank in ranks):
-        ranks = [_with_choice(each, budget, link) for each in rehearsed]
+    is_short = any(rank.ways[0].gpu_bytes > budget for rank in ranks)
+    choosers = [_chooser(each, link) for each in rehearsed] if is_short or has_curve else []
+    if is_short:
+        ranks = [rank._replace(chosen=each.within(budget)) for rank, each in zip(ranks, choosers, strict=True)]
     optimizer_ms = max(_optimizer_ms(job, hardware, rank) for rank in ranks)
-    return make_forecast(hardware, link, job.world_size, _num_tokens(job), optimizer_ms, ranks, budget)
+    found = make_forecast(hardware, link, job.world_size, _num_tokens(job), optimizer_ms, ranks, budget)
+    return with_curve(found, choosers) if has_curve else found
 
 
 class _Rehearsed(NamedTuple):
@@ -130,14 +136,14 @@ def _check_names(job: TrainingJob, rehearsed: Sequence[_Rehearsed]) -> None:
     job.settings.thresholds.check(found)
 
 
-def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankForecast:
+def _chooser(rehearsed: _Rehearsed, link: Link) -> RankChooser:
     rank = rehearsed.forecast
     floor, [kept, *_] = rehearsed.floor, rank.ways
     short = Job(floor.actions, rank.shapes, rank.bounds, rank.is_combined)
     whole = replace(short, actions=rank.actions)
     overhead = floor.wasted.in_arena, kept.wasted_in_arena, kept.context_bytes
     costs = Costs(link, options=rank.options)
-    return rank._replace(chosen=choose_within(budget_bytes, short, whole, floor.boundaries, costs, *overhead))
+    return RankChooser(short, whole, floor.boundaries, costs, *overhead)
 
 
 def _name_of_offload(job: TrainingJob) -> str:

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final
 
 from offload_engine._budget.agreement import Agree
 from offload_engine._budget.garbage import no_collections
@@ -28,6 +31,7 @@ from offload_engine.planning.predict import (
     Prediction,
     Predictor,
     costs_of,
+    held_with,
     improving,
     refitted_costs,
     with_busy_ratio,
@@ -36,6 +40,9 @@ from offload_engine.planning.recompute import options_of, with_recomputation
 from offload_engine.planning.shortened import shortened
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
+
+_CURVE_PARTS: Final = 8
+"""Of the way from the lowest budget to the one that all fits: in each of them a curve has a decision."""
 
 
 class Known:
@@ -143,11 +150,20 @@ class Known:
         """
         predictor = self._predictor(self._steps_of(actions), self.model)
         known = {each.decision: each for each in (chosen.floor, chosen.top, chosen.best)}
-        others = [
-            predictor.completed(predictor.predict(decision)) for decision in chosen.tried if decision not in known
-        ]
+        tried = dict.fromkeys([*chosen.tried, *self._chosen_between(chosen, actions)])
+        others = [predictor.completed(predictor.predict(decision)) for decision in tried if decision not in known]
         ratios = predictor.busy_ratio, chosen.busy_ratio
         return improving([*known.values(), *(with_busy_ratio(each, *ratios) for each in others)])
+
+    def _chosen_between(self, chosen: Chosen, actions: tuple[Action, ...]) -> Iterator[Decision]:
+        """Choose for budgets between the floor and a step in which nothing moves, unless similar ones were tried."""
+        low, high = chosen.floor.held_bytes, chosen.top.held_bytes
+        steps = self._steps_of(actions)
+        sizes = [held_with(self.model, steps, decision) for decision in chosen.tried]
+        budgets = [low + (high - low) * number // _CURVE_PARTS for number in range(1, _CURVE_PARTS + 1)]
+        for before, budget in pairwise([low, *budgets]):
+            if not any(before < size <= budget for size in sizes):
+                yield self.choose(actions, budget, must_fit=False).best.decision
 
     def _predictor(self, steps: Steps, model: MemoryModel) -> Predictor:
         return Predictor(steps.job, model, self._costs_of(steps), steps)

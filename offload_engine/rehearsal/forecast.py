@@ -54,12 +54,13 @@ class WayForecast(NamedTuple):
 
 
 class RankForecast(NamedTuple):
-    """One rank of the pipeline."""
+    """One rank of the pipeline, or one that waits for no other."""
 
     num_parameters: int
     state_bytes: int
     """Weights, gradients and state of the optimizer."""
     actions: tuple[Action, ...]
+    """Of a step; empty if it waits for no other."""
     shapes: Shapes
     ways: tuple[WayForecast, ...]
     """No offload, offload, and full recomputation if the model has it, in this order."""
@@ -117,6 +118,13 @@ class Forecast(NamedTuple):
     modules: tuple[tuple[ModuleForecast, ...], ...]
     """The modules of each rank."""
     steps: tuple[StepForecast, ...]
+    curve: tuple[StepForecast, ...] = ()
+    """Steps within budgets from the lowest to one that all fits, each with more memory and less time than before."""
+
+    @property
+    def best(self) -> StepForecast | None:
+        """Return the fastest step that fits; None: none does."""
+        return min((step for step in self.steps if step.fits), key=lambda step: step.milliseconds, default=None)
 
 
 def make_forecast(
@@ -147,24 +155,45 @@ def make_forecast(
     if all(len(rank.ways) > 2 for rank in ranks):  # longer by the ratio of its slowest rank
         longer = max(rank.ways[2].milliseconds / rank.ways[0].milliseconds for rank in ranks)
         milliseconds.append(kept.milliseconds * longer)
-    steps = [
+    steps = tuple(
         _step([rank.ways[index] for rank in ranks], each + optimizer_ms, per_node, budget_bytes, host_limit)
         for index, each in enumerate(milliseconds)
-    ]
-    if not steps[0].fits and (chosen := _chosen_ways(ranks, link)) is not None:
-        way_ms, ways = chosen
-        steps.append(_step(ways, way_ms + optimizer_ms, per_node, budget_bytes, host_limit))
+    )
     modules = tuple(_modules(rank, outcome.stalls, link) for rank, outcome in zip(ranks, moved.ranks, strict=True))
-    return Forecast(
-        hardware, num_gpus, per_node, budget_bytes, link, num_tokens, optimizer_ms, tuple(ranks), modules, tuple(steps)
+    forecast = Forecast(
+        hardware, num_gpus, per_node, budget_bytes, link, num_tokens, optimizer_ms, tuple(ranks), modules, steps
     )  # fmt: skip
+    return forecast if steps[0].fits else _with_chosen(forecast)
 
 
-def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list[WayForecast]] | None:
-    """Return the time of a step with each rank's choices, and the way of each rank; None if one does not fit."""
-    chosen = [rank.chosen for rank in ranks if rank.chosen is not None]
-    if len(chosen) < len(ranks):
-        return None
+def _with_chosen(forecast: Forecast) -> Forecast:
+    """Add the step that was chosen, if that of each rank fits."""
+    chosen = [rank.chosen for rank in forecast.ranks if rank.chosen is not None]
+    if len(chosen) < len(forecast.ranks):
+        return forecast
+    return forecast._replace(steps=(*forecast.steps, step_with(forecast, chosen)))
+
+
+def step_with(forecast: Forecast, chosen: Sequence[Prediction]) -> StepForecast:
+    """Predict a step with choices for each rank."""
+    milliseconds, ways = _ways_with(forecast.ranks, chosen, forecast.link)
+    return _step(
+        ways,
+        milliseconds + forecast.optimizer_ms,
+        forecast.gpus_of_node,
+        forecast.budget_bytes,
+        _HOST_SHARE * forecast.hardware.host_bytes,
+    )
+
+
+def _ways_with(
+    ranks: Sequence[RankForecast], chosen: Sequence[Prediction], link: Link
+) -> tuple[float, list[WayForecast]]:
+    """Return the time of a step with each rank's choices, without the optimizer, and the way of each rank."""
+    if not ranks[0].actions:  # alone
+        [best] = chosen
+        moved = sum(best.moved_bytes.values())
+        return best.step_ms, [_chosen_way(best, best.step_ms, moved, moved)]
     ranks = [_recomputing(rank, prediction.decision.choices) for rank, prediction in zip(ranks, chosen, strict=True)]
     plans, bounds = [], []
     for rank, prediction in zip(ranks, chosen, strict=True):
@@ -209,11 +238,6 @@ def forecast_alone(
     steps = tuple(
         _step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit) for way in rank.ways
     )
-    if rank.chosen is not None:
-        best = rank.chosen
-        moved = sum(best.moved_bytes.values())
-        way = _chosen_way(best, best.step_ms, moved, moved)
-        steps += (_step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit),)
     ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
     groups = [group for shape in rank.shapes for group in shape.groups]
     modules = []
@@ -222,9 +246,10 @@ def forecast_alone(
         moved = way.copied_out_bytes
         nbytes = sum(group.nbytes for group in groups)
         modules.append(ModuleForecast(way.name, len(groups), nbytes, moved, moved * ms_per_byte, exposed))
-    return Forecast(
+    forecast = Forecast(
         hardware, num_gpus, per_node, budget_bytes, link, num_tokens, optimizer_ms, (rank,), (tuple(modules),), steps
     )  # fmt: skip
+    return _with_chosen(forecast)
 
 
 def _simulated(

@@ -14,12 +14,13 @@ from offload_engine.frontends.layers import LayerOffload
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.memory import Job
-from offload_engine.planning.predict import Costs, Prediction
+from offload_engine.planning.predict import Costs
 from offload_engine.planning.shapes import Shapes
 from offload_engine.policies import LowestPeak, PolicySettings, ResidentLayers
 from offload_engine.rehearsal.attention import fused_attention
-from offload_engine.rehearsal.chosen import choose_within, layer_options
+from offload_engine.rehearsal.chosen import RankChooser, layer_options
 from offload_engine.rehearsal.costs import KernelCosts
+from offload_engine.rehearsal.curve import with_curve
 from offload_engine.rehearsal.device import RehearsalDevice, StepClocks, steps_until_steady
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
 from offload_engine.rehearsal.failures import rehearsing
@@ -82,12 +83,15 @@ class ModelRehearsal:
         """Return the shape of a forward, as in the last step."""
         return self._shapes
 
-    def forecast(self, num_tokens: int, on_progress: Callable[[], None] = lambda: None) -> Forecast:
+    def forecast(
+        self, num_tokens: int, on_progress: Callable[[], None] = lambda: None, has_curve: bool = False
+    ) -> Forecast:
         """Rehearse the model without offload, with it, and with its layers checkpointed and their inputs offloaded.
 
         Args:
             num_tokens: tokens of one replica's step.
             on_progress: called `NUM_WAYS` times.
+            has_curve: predict what every budget would take, too.
 
         If the model does not fit the budget without offload, each layer is chosen to be kept, offloaded or recomputed.
         """
@@ -98,16 +102,19 @@ class ModelRehearsal:
             on_progress()
             shapes = shapes or self._shapes
         optimizer_ms = 2 * self._state_bytes / self._hardware.memory_gbps / 1e6 if self._optimizer_bytes else 0.0
-        chosen = None if ways[0].gpu_bytes <= self._budget_bytes else self._choose(shapes, self._shapes, ways[0])
+        is_short = ways[0].gpu_bytes > self._budget_bytes
+        choosers = [self._chooser(shapes, self._shapes, ways[0])] if is_short or has_curve else []
         on_progress()
+        chosen = choosers[0].within(self._budget_bytes) if is_short else None
         rank = RankForecast(self._num_parameters, self._state_bytes, (), shapes, tuple(ways), chosen=chosen)
         tokens = num_tokens * self._num_gpus
-        return forecast_alone(
+        found = forecast_alone(
             self._hardware, self._link, self._num_gpus, tokens, optimizer_ms, rank, self._budget_bytes
         )
+        return with_curve(found, choosers) if has_curve else found
 
-    def _choose(self, saved: Shapes, checkpointed: Shapes, kept: WayForecast) -> Prediction | None:
-        """Choose from a step in which everything is offloaded.
+    def _chooser(self, saved: Shapes, checkpointed: Shapes, kept: WayForecast) -> RankChooser:
+        """Rehearse a step in which everything is offloaded, by which to choose.
 
         Args:
             saved: shapes of a step without offload, whose times have no waits.
@@ -119,7 +126,7 @@ class ModelRehearsal:
         options = layer_options(saved, checkpointed)
         costs = Costs(self._link, options=options, floor_ms=floor.milliseconds)
         wasted = floor.wasted_in_arena, kept.wasted_in_arena
-        return choose_within(self._budget_bytes, job, job, self._boundaries, costs, *wasted)
+        return RankChooser(job, job, self._boundaries, costs, *wasted)
 
     def run(
         self,

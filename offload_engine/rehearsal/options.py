@@ -47,7 +47,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
         "--plan-plot",
         type=_picture,
         metavar="FILE",
-        help="draw throughput over memory in this file (default: none)",
+        help="draw throughput over memory in this file, a curve of budgets beside the ways to train (default: none)",
     )
 
 

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from offload_engine._budget.picture import Mark, Point, draw_budgets
 from offload_engine._budget.tables import group_table, groups_of
 from offload_engine.rehearsal.forecast import Forecast, StepForecast
 
 _WIDTH = 120
 _GIB = 1 << 30
+_SHAPES = "o^vs"
+"""Marks of the ways to train, in their order."""
 
 
 def forecast_text(forecast: Forecast, notes: Sequence[str] = ()) -> str:
@@ -31,30 +33,28 @@ def forecast_text(forecast: Forecast, notes: Sequence[str] = ()) -> str:
 
 
 def draw_forecast(forecast: Forecast, file: str) -> None:
-    """Draw throughput over memory, a point for each way to train.
+    """Draw throughput over memory: a curve through budgets, and the ways to train.
 
     Raises:
         ImportError: without matplotlib.
         OSError, ValueError: if the file cannot be written, or its suffix is not known.
     """
-    os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
-    import matplotlib.pyplot as plt
+    marks = [
+        Mark(_name_of(forecast, step), _point(forecast, step), shape)
+        for step, shape in zip(forecast.steps, _SHAPES, strict=False)
+    ]
+    curve = [_point(forecast, step) for step in forecast.curve]
+    memory = f"fullest GPU of {forecast.hardware.name}, predicted"
+    draw_budgets(file, curve, marks, forecast.budget_bytes, memory, "tokens a second and GPU, predicted")
 
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for step in forecast.steps:
-        x, y = step.gpu_bytes / _GIB, _tokens_per_second(forecast, step)
-        axes.plot(x, y, "o", color="C0" if step.fits else "C3")
-        axes.annotate(step.name, (x, y), textcoords="offset points", xytext=(6, 6))
-    axes.axvline(forecast.budget_bytes / _GIB, color="0.5", linestyle="--", label=f"budget on {forecast.hardware.name}")
-    axes.set_xlabel("GiB of the fullest GPU, predicted")
-    axes.set_ylabel("tokens a second and GPU, predicted")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.margins(0.15)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+
+def _name_of(forecast: Forecast, step: StepForecast) -> str:
+    """Return the name of a way to train, and whether it is the one to take."""
+    return f"{step.name}{': fastest that fits' if step == forecast.best else '' if step.fits else ': does not fit'}"
+
+
+def _point(forecast: Forecast, step: StepForecast) -> Point:
+    return Point(step.gpu_bytes, _tokens_per_second(forecast, step))
 
 
 def _machine(forecast: Forecast) -> str:
@@ -124,9 +124,7 @@ def _choice_tables(forecast: Forecast) -> list[Table]:
 
 
 def _verdict(forecast: Forecast) -> str:
-    fitting = [step for step in forecast.steps if step.fits]
-    if fitting:
-        best = min(fitting, key=lambda step: step.milliseconds)
+    if (best := forecast.best) is not None:
         return f"It fits {forecast.hardware.name}, fastest with: {best.name}, {best.milliseconds:,.0f} ms a step."
     least = min(forecast.steps, key=lambda step: step.gpu_bytes)
     missing = least.gpu_bytes - forecast.budget_bytes

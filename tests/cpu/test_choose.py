@@ -7,7 +7,7 @@ import dataclasses
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from threading import Barrier
 from typing import Any
 
@@ -282,6 +282,19 @@ def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
             [outcome] = simulate(PipelineJob((rank,), link), [plan], peak_host_bytes=host_bytes).ranks
             assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls, outcome.of_actions)
             host_bytes = host_bytes or outcome.counters.peak_host_bytes  # as the step with all offloaded has lent
+
+
+def test_a_curve_has_a_decision_in_each_part_of_the_way_though_few_were_tried() -> None:
+    """Where all fits, no decision is tried that recomputes."""
+    job, model = one_rank()
+    costs = Costs(options=options(job, "core_attn", 2.0))
+    found = choose(job, model, 1 << 50, costs)
+    curve, ways = curve_of(found, job, costs), range(8)
+    sizes = [found.floor.held_bytes + (found.top.held_bytes - found.floor.held_bytes) * part // 8 for part in ways]
+    for size, budget in pairwise(sizes):
+        assert min(each.step_ms for each in curve if each.held_bytes <= budget) <= 1.001 * (
+            choose(job, model, size, costs).best.step_ms
+        )
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------

@@ -48,12 +48,11 @@ LAYERS = {
         _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times
         _budget.idleness _budget.floor _budget.garbage _budget.hold_times _budget.arenas _budget.replayed_choice
         _budget.known _budget.learn _budget.taken _budget.stages _budget.decide _budget.first _budget.in_force
-        _budget.tables _budget.hold _budget.verify _budget.view rank_reports _budget.controller engine_view
-        identities functions graph_captures
-        engine
-        plan_files rehearsal rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures
-        rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast
-        rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables rehearsal.chosen rehearsal.shapes
+        _budget.tables _budget.picture _budget.hold _budget.verify _budget.view rank_reports
+        _budget.controller engine_view identities functions graph_captures engine plan_files rehearsal
+        rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures rehearsal.operators
+        rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast rehearsal.options
+        rehearsal.tensors rehearsal.engine rehearsal.tables rehearsal.chosen rehearsal.curve rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
         frontends._common.recording frontends._common.session frontends._common.groups frontends._layers
         frontends._layers.exclusions frontends._layers.find_layers frontends._layers.caches

@@ -148,7 +148,7 @@ def test_within_a_budget_each_layer_is_kept_offloaded_or_recomputed() -> None:
         roomy = rehearsal().forecast(8192)
         none, offloaded, _ = roomy.ranks[0].ways
         budget = (none.gpu_bytes + offloaded.gpu_bytes) // 2
-        forecast = rehearsal(budget).forecast(8192)
+        forecast = rehearsal(budget).forecast(8192, has_curve=True)
         best = forecast.ranks[0].chosen
         assert best is not None and best.held_bytes <= budget
         assert getattr(best, kind) and best.kept_bytes
@@ -156,6 +156,10 @@ def test_within_a_budget_each_layer_is_kept_offloaded_or_recomputed() -> None:
         text = forecast_text(forecast)
         assert "chosen within the budget, GiB a step" in text and "model.layers.5" in text
         assert "chosen within" not in forecast_text(roomy)
+        below = [step for step in forecast.curve if step.gpu_bytes <= budget]
+        chosen, above = forecast.steps[-1], forecast.curve[len(below) :]
+        assert min(len(below), len(above)) > 1 and len(forecast.curve) > 5 and not roomy.curve
+        assert above[0].milliseconds <= chosen.milliseconds <= below[-1].milliseconds
 
 
 def test_a_process_holds_what_it_held_on_a_gpu() -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from megatron_patches.__main__ import _make_parser, _settings, main
 from megatron_patches._rehearsal import stage
+from megatron_patches._rehearsal.forecast import forecast_job
 from megatron_patches._rehearsal.script import read_job
+from offload_engine.planning.hardware import find_hardware
 from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.programs import TRAINER
 
@@ -100,7 +102,7 @@ def test_a_budget_recomputes_in_a_forecast_as_in_a_run() -> None:
     job = [*JOB, "--num-layers", "8", *LONG, "--hidden-size", "1024", "--global-batch-size", "2"]
     budget = ["--offload-gpu-budget", "11.4GiB", "--attention-dropout", "0", "--hidden-dropout", "0"]
     found = _run([[*job, *budget, "--offload-recompute", flag] for flag in ("auto", "off")], "--plan")
-    chosen = r"│ mlp_\w+ +│ +[\d.]+ │ +[\d.]+ │ +([\d.]+) │\n"  # with how much is kept and offloaded before it
+    chosen = r"│ mlp_\w+ +│ +[\d.]+ │ +[\d.]+ │ +([\d.]+) │ +[\d.]+ │\n"  # between what is offloaded and waits
     milliseconds, recomputed = [], []
     for out, error, _ in found:
         row = re.search(r"chosen within the budget +│ +([\d.]+) │", out)
@@ -109,6 +111,19 @@ def test_a_budget_recomputes_in_a_forecast_as_in_a_run() -> None:
         recomputed.append(sum(float(last) for last in re.findall(chosen, out)))
     assert milliseconds[0] < 0.5 * milliseconds[1]
     assert recomputed[0] > 1 and recomputed[1] == 0
+
+
+@on_ranks(None)
+def test_the_curve_of_a_pipeline_is_that_of_its_fullest_gpu() -> None:
+    """From the lowest budget of both stages to a step in which nothing moves."""
+    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
+    wide = ["--num-layers", "8", *LONG, "--hidden-size", "1024", "--global-batch-size", "8"]
+    job = read_job([*JOB, *wide, *TWO_STAGES, "--attention-dropout", "0", "--hidden-dropout", "0"], 2)
+    forecast = forecast_job(job, find_hardware("h200x2"), has_curve=True)
+    none, first, last = forecast.steps[0], forecast.curve[0], forecast.curve[-1]
+    assert len(forecast.curve) > 4 and first.gpu_bytes < none.gpu_bytes - (1 << 30)
+    assert last.milliseconds == pytest.approx(none.milliseconds) and none.milliseconds < first.milliseconds
+    assert last.gpu_bytes == pytest.approx(none.gpu_bytes, rel=0.05) and last.fits
 
 
 def _moved(out: str) -> dict[tuple[str, str], tuple[int, float, float]]:
