@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
