@@ -37,6 +37,12 @@ def are_innermost(unpack: Callable[[Any], torch.Tensor]) -> bool:
     return top is not None and top[1] == unpack
 
 
+def innermost_is(is_own: Callable[[Callable[[Any], torch.Tensor]], bool]) -> bool:
+    """Return whether `is_own` is true of the unpack function of the innermost hooks of this thread."""
+    top = torch_private.innermost_hooks(True)
+    return top is not None and is_own(top[1])
+
+
 def pop_own(is_own: Callable[[Callable[[Any], torch.Tensor]], bool]) -> None:
     """Pop the innermost hooks of this thread while `is_own` is true of their unpack function."""
     while (top := torch_private.innermost_hooks(True)) is not None and is_own(top[1]):

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
+from offload_engine.frontends._layers.find_layers import Layer, body_of, find_layers
+from offload_engine.frontends._layers.marked_layers import MarkedLayers
+from offload_engine.frontends._layers.recompute_choice import LayerRecompute
 from offload_engine.frontends.checkpoint import checkpoint_of_all_inputs, put_in_force, take_out_of_force
 from offload_engine.stats import IterationStats
 
@@ -50,7 +54,8 @@ def manage_activations(
         model: its parameters and buffers never move; or an iterable of these tensors. Without it, leaves that receive a
             gradient and parameters are recognized as weights, with their views and the copies that autocast makes;
             buffers are not.
-        config: bounds and thresholds.
+        config: bounds and thresholds. With a `gpu_budget`, and a `model` whose layers are found, the engine may also
+            checkpoint layers whose results stay equal, unless `recompute="off"`.
         group_bytes: saved tensors are copied out together as soon as they have this many bytes.
         engine: used instead of a new one, with its own config, device and meter. It must have no other user.
 
@@ -65,12 +70,31 @@ def manage_activations(
         _warn_if_compiled(model)
     parts = _parts_of(model)
 
-    def start() -> AutomaticGroups:
+    def start() -> _Started:
         settings = config if config is not None else OffloadConfig()
         driven = engine if engine is not None else OffloadEngine(settings, device_for(parts, settings))
-        return AutomaticGroups(Session(driven, lambda: weights_of(parts)), group_bytes)
+        groups = AutomaticGroups(Session(driven, lambda: weights_of(parts)), group_bytes)
+        return _Started(groups, _checkpoints_of(model, groups))
 
     return ManagedActivations(start)
+
+
+class _Started(NamedTuple):
+    groups: AutomaticGroups
+    checkpoints: _Checkpoints | None
+
+
+class _Checkpoints:
+    """Lets a budget choose layers to checkpoint."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: AutomaticGroups) -> None:
+        self.layers: MarkedLayers = MarkedLayers(body_of(model, layers), layers, groups)
+        self._recompute = LayerRecompute(layers, self.layers, groups.session.engine)
+
+    def remove(self) -> None:
+        """Restore the model. Idempotent."""
+        self._recompute.remove()
+        self.layers.remove()
 
 
 class ManagedActivations(RecordsSteps):
@@ -81,13 +105,17 @@ class ManagedActivations(RecordsSteps):
             then.
     """
 
-    def __init__(self, start: Callable[[], AutomaticGroups]) -> None:
+    def __init__(self, start: Callable[[], _Started]) -> None:
         self._start = start
         self._hooks: OwnHooks | None = None
 
     @cached_property
-    def _groups(self) -> AutomaticGroups:
+    def _started(self) -> _Started:
         return self._start()
+
+    @property
+    def _groups(self) -> AutomaticGroups:
+        return self._started.groups
 
     @property
     def engine(self) -> OffloadEngine:
@@ -101,7 +129,7 @@ class ManagedActivations(RecordsSteps):
 
     def __str__(self) -> str:
         """Return one line about the last step. Does not count as a use, so it makes no engine."""
-        return super().__str__() if "_groups" in vars(self) else f"{type(self).__name__}: no step yet"
+        return super().__str__() if "_started" in vars(self) else f"{type(self).__name__}: no step yet"
 
     def __enter__(self) -> ManagedActivations:
         """Enter the hooks. An earlier `with` of this object that has not been exited ends, with a warning.
@@ -120,6 +148,8 @@ class ManagedActivations(RecordsSteps):
             self._leave(self._hooks)
             self._groups.abandon_forward()
         hooks = self._groups.hooks()
+        if self._started.checkpoints is not None:
+            self._started.checkpoints.layers.begin()
         hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
         put_in_force(self, checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
         self._hooks = hooks  # last: after an earlier interrupt this counts as not entered
@@ -146,7 +176,22 @@ class ManagedActivations(RecordsSteps):
         """Return host memory to the system. Remaining graphs can no longer run their backward. Idempotent."""
         if self._hooks is None:
             self._groups.pop_leftover()
+        if self._started.checkpoints is not None:
+            self._started.checkpoints.remove()
         self._groups.session.close()
+
+
+def _checkpoints_of(model: object, groups: AutomaticGroups) -> _Checkpoints | None:
+    """Offer the layers of a model to a budget; None without a budget that may recompute, or without layers."""
+    engine = groups.session.engine
+    if engine.budget is None or engine.config.recompute != "auto" or not isinstance(model, nn.Module):
+        return None
+    try:
+        layers = find_layers(model, None)
+    except ValueError as error:
+        logger.info("gpu_budget: nothing is recomputed, as no layers were found: %s", error)
+        return None
+    return _Checkpoints(model, layers, groups)
 
 
 def _parts_of(model: nn.Module | Iterable[torch.Tensor] | None) -> tuple[nn.Module | torch.Tensor, ...]:

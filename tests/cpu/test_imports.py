@@ -51,16 +51,17 @@ LAYERS = {
         _budget.tables _budget.picture _budget.hold _budget.verify _budget.view rank_reports
         _budget.controller engine_view identities functions graph_captures engine plan_files rehearsal
         rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures rehearsal.operators
-        rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast rehearsal.options
+        rehearsal.progress rehearsal.share rehearsal.device rehearsal.forecast rehearsal.recorded rehearsal.options
         rehearsal.tensors rehearsal.engine rehearsal.tables rehearsal.chosen rehearsal.curve rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
         frontends._common.recording frontends._common.session frontends._common.groups frontends._layers
         frontends._layers.exclusions frontends._layers.find_layers frontends._layers.caches
-        frontends._layers.group_hooks frontends._layers.layer_groups frontends._layers.layer_checkpoint
-        frontends._layers.recomputable frontends._layers.recompute_choice frontends frontends.checkpoint
-        frontends.any_model frontends.layers frontends.wrapper frontends.integrations
-        frontends.integrations._reporters frontends.integrations._training frontends.integrations.lightning
-        frontends.integrations.pipelining frontends.integrations.transformers rehearsal.model plan .
+        frontends._layers.group_hooks frontends._layers.layer_host frontends._layers.layer_groups
+        frontends._layers.layer_checkpoint frontends._layers.recomputable frontends._layers.marked_layers
+        frontends._layers.recompute_choice frontends frontends.checkpoint frontends.any_model frontends.layers
+        frontends.wrapper frontends.integrations frontends.integrations._reporters
+        frontends.integrations._training frontends.integrations.lightning frontends.integrations.pipelining
+        frontends.integrations.transformers rehearsal.model plan .
     """,
     "megatron_patches": """
         _take_over _versions _model _model.host_claims _model.modules _model.whole_steps _model.sites

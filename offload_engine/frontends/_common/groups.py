@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from offload_engine._compat.own_hooks import OwnHooks, pop_own
+from offload_engine._compat.own_hooks import OwnHooks, innermost_is, pop_own
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
@@ -17,7 +18,9 @@ from offload_engine.config import MIB
 from offload_engine.errors import CopyError
 from offload_engine.frontends._common.compiling import untraced
 from offload_engine.frontends._common.session import Session, is_in_backward
+from offload_engine.traits import GroupTraits
 
+_ANY = "saved tensors"
 GROUP_BYTES = 32 * MIB
 """Copied in 0.6 ms at 55 GB/s: many times the host cost of a group, and little compared to a model's activations."""
 
@@ -76,7 +79,9 @@ class AutomaticGroups:
         check_group_bytes(group_bytes)
         self.session: Session = session
         self.group_bytes: int | None = group_bytes
+        self.num_forwards: int = 0  # whose chunks were started here
         self._chunk: ChunkOffloadHandler | None = None  # of the last tensor packed
+        self._name, self._traits = _ANY, GroupTraits()  # of groups that open
 
     def hooks(self) -> OwnHooks:
         """Return a context manager: tensors that autograd saves inside it go into groups.
@@ -84,11 +89,32 @@ class AutomaticGroups:
         Call it outside the last one: hooks that an interrupt has left of that one are popped.
         """
         self.pop_leftover()
+        self.name_groups()
         return OwnHooks(untraced(self.pack), untraced(self.unpack))
+
+    @property
+    def are_innermost(self) -> bool:
+        """Return whether tensors that autograd saves now come here first."""
+        return innermost_is(self._is_own)
+
+    def name_groups(self, name: str = _ANY, traits: GroupTraits | None = None) -> None:
+        """Close the open group; give those that follow a name, and traits, until the next call."""
+        if name != self._name or traits != self._traits:
+            self.close_group()
+            self._name, self._traits = name, traits or GroupTraits()
+
+    def start_forward(self) -> None:
+        """Start the chunk of a forward now, unless it has been started: otherwise its first saved tensor does."""
+        if self.session.chunk is None:
+            self.session.start_saving()
+            self.num_forwards += 1
 
     def pop_leftover(self) -> None:
         """Pop hooks that an interrupt has left on the stack. Call it while none are entered."""
-        pop_own(lambda unpack: inspect.unwrap(unpack) == self.unpack)
+        pop_own(self._is_own)
+
+    def _is_own(self, unpack: Callable[[Any], torch.Tensor]) -> bool:
+        return inspect.unwrap(unpack) == self.unpack
 
     def pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
         """Pack a saved tensor; return what autograd keeps.
@@ -137,13 +163,15 @@ class AutomaticGroups:
         chunk = self.session.chunk
         if chunk is None or chunk is not self._chunk:
             self.close_group()  # of the previous forward, whose backward does not come next
-            chunk = self._chunk = chunk or self.session.start_saving()
+            self.start_forward()
+            chunk = self._chunk = self.session.chunk
+            assert chunk is not None
         group = chunk.groups.innermost
         if group is not None and self._is_full(group) and chunk.hooks.would_start_storage(tensor):
             chunk.close_group()  # only now is it known that this is not the last group, which stays
             group = None
         if group is None:
-            group = chunk.open_group("saved tensors")
+            group = chunk.open_group(self._name, self._traits)
         packed = chunk.hooks.pack_plain(tensor, group)
         return SavedInGroup(packed, group, chunk) if isinstance(packed, PackedTensor) else packed
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_engine.frontends._layers.caches import DroppedCaches, LayerCaches
 from offload_engine.frontends._layers.find_layers import Layer
-from offload_engine.frontends._layers.layer_groups import LayerGroups
+from offload_engine.frontends._layers.layer_host import LayerHost
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class CheckpointedLayer:
         dropped: decides about caches of keys and values; None: a forward that receives one is not checkpointed.
     """
 
-    def __init__(self, layer: Layer, groups: LayerGroups, dropped: DroppedCaches | None = None) -> None:
+    def __init__(self, layer: Layer, groups: LayerHost, dropped: DroppedCaches | None = None) -> None:
         self.layer: Layer = layer
         self._groups = groups
         self._dropped = dropped
@@ -75,7 +75,7 @@ class LayerCheckpoints:
         groups: groups of those layers.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerGroups) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerHost) -> None:
         # Instance attributes only: FSDP1's wrapper forwards every attribute of the wrapped module.
         self._switched_off = [m for m in model.modules() if m.__dict__.get("gradient_checkpointing") is True]
         dropped = DroppedCaches()
@@ -120,13 +120,13 @@ class _CheckpointedForward:
     """Replaces the forward of a layer; in a copy of the layer it calls the original forward."""
 
     def __init__(
-        self, forward: Callable[..., Any], layer: Layer, groups: LayerGroups, dropped: DroppedCaches | None
+        self, forward: Callable[..., Any], layer: Layer, groups: LayerHost, dropped: DroppedCaches | None
     ) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._layer = layer.module
         self._name = layer.name
-        self._groups: LayerGroups | None = groups
+        self._groups: LayerHost | None = groups
         self._dropped = dropped
         self._caches = LayerCaches(layer.inner)
         self._was_open = False  # at the last call of `look`

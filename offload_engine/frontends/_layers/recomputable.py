@@ -15,7 +15,7 @@ from offload_engine.frontends._common.session import is_in_backward
 from offload_engine.frontends._layers.caches import LayerCaches
 from offload_engine.frontends._layers.find_layers import Layer, units_inside
 from offload_engine.frontends._layers.layer_checkpoint import is_checkpointed
-from offload_engine.frontends._layers.layer_groups import LayerGroups
+from offload_engine.frontends._layers.layer_host import LayerHost
 from offload_engine.planning.choices import Slot, slots_of
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import GroupShape, Shapes
@@ -42,7 +42,7 @@ class LayerWatch:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], groups: LayerGroups, is_watching: Callable[[], bool], runs: ModuleRuns
+        self, layers: Sequence[Layer], groups: LayerHost, is_watching: Callable[[], bool], runs: ModuleRuns
     ) -> None:
         self._groups = groups
         self._runs = runs

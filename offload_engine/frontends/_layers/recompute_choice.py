@@ -12,7 +12,7 @@ from offload_engine._budget.state import State
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._layers.find_layers import Layer
 from offload_engine.frontends._layers.layer_checkpoint import CheckpointedLayer
-from offload_engine.frontends._layers.layer_groups import LayerGroups
+from offload_engine.frontends._layers.layer_host import LayerHost
 from offload_engine.frontends._layers.recomputable import LayerWatch
 from offload_engine.planning.choices import Choices
 from offload_engine.planning.recompute import RecomputeOption
@@ -30,7 +30,7 @@ class LayerRecompute:
         engine: an engine with a budget.
     """
 
-    def __init__(self, layers: Sequence[Layer], groups: LayerGroups, engine: OffloadEngine) -> None:
+    def __init__(self, layers: Sequence[Layer], groups: LayerHost, engine: OffloadEngine) -> None:
         budget = engine.budget
         assert budget is not None
         self._decider: Decider = budget.decider
