@@ -16,7 +16,6 @@ Runs on GPUs with NCCL where there are some, else on CPUs with gloo. Flags are n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import sys
 import warnings
@@ -47,19 +46,21 @@ def train(args: argparse.Namespace) -> None:
         UsageError: before the first step, for what the user has to change.
     """
     # megatron-core takes seconds to import: not for --help
-    from gpt_trainer.environment import environment, patching
+    from gpt_trainer.environment import environment, is_common, patching
     from gpt_trainer.training import Training
 
     from megatron_patches import apply_cpu_support
 
     with patching():
         cpu_support = apply_cpu_support()
-    with (
-        cpu_support,
-        environment(args) as device,
-        contextlib.closing(Training(args, device)) as training,
-    ):
-        training.run()
+    with cpu_support, environment(args) as device:
+        training = Training(args, device)
+        try:
+            training.run()
+        except Exception as error:
+            (training.close if is_common(error) else training.abandon)()
+            raise
+        training.close()
 
 
 if __name__ == "__main__":

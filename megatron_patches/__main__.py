@@ -19,6 +19,7 @@ from megatron_patches._arguments import DEFAULT_MODULES, Settings, part_settings
 from megatron_patches._command_line import OneLineParser, end_run
 from megatron_patches._handle import Handle, apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
+from megatron_patches._plan_files import is_one_of_several
 from megatron_patches._rows.registry import Applied, PatchError
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._take_over import TakeOver
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         end_run(PROGRAM, str(error), words=typed)
     finally:
-        _remove(handle, cpu_support, has_failed=sys.exc_info()[0] is not None)
+        _remove(handle, cpu_support, sys.exc_info()[1])
 
 
 def module_table() -> str:
@@ -172,14 +173,19 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[H
     return handle, cpu_support
 
 
-def _remove(handle: Handle, cpu_support: Applied, has_failed: bool) -> None:
-    """End offload after the script, which writes the last plans and tables. No error here replaces the script's."""
+def _remove(handle: Handle, cpu_support: Applied, failure: BaseException | None) -> None:
+    """End offload after the script, which writes the last plans and tables. No error here replaces the script's.
+
+    If the script has failed on this rank alone, others wait for it: see `Handle.abandon`.
+    """
+    if isinstance(failure, Exception) and is_one_of_several():
+        return handle.abandon()
     try:
         cpu_support.remove()  # first: its rows lie on those of the handle
         handle.remove()
     except Exception as error:
         is_captured = isinstance(error, OffloadError)  # megatron-core keeps its graphs until the process ends
-        if not (has_failed or is_captured):
+        if not (failure is not None or is_captured):
             raise
         logger.log(logging.DEBUG if is_captured else logging.WARNING, "offload was not removed: %s", error)
 

@@ -76,6 +76,13 @@ class Handle:
         self._runtime.close()
         self._applied.remove()
 
+    def abandon(self) -> None:
+        """Leave everything as it is, because this process ends by an error in a step that other ranks take part in.
+
+        `remove` would wait for the device, which may wait for these ranks for ever, and nobody would see the error.
+        """
+        self._runtime.abandon()
+
     def __enter__(self) -> Handle:
         return self
 

@@ -112,7 +112,7 @@ class PlanFiles:
 
 def _of_this_rank(file: str) -> str:
     """Return the file of this rank: its number replaces {rank}, or precedes the suffix."""
-    if "{rank}" not in file and _is_one_of_several():
+    if "{rank}" not in file and is_one_of_several():
         root, suffix = os.path.splitext(file)
         file = f"{root}_rank{{rank}}{suffix}"
     return file.replace("{rank}", str(_rank()))
@@ -122,5 +122,6 @@ def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def _is_one_of_several() -> bool:
+def is_one_of_several() -> bool:
+    """Return whether this process is one of several ranks."""
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

@@ -210,6 +210,12 @@ class ModelRuntime:
         self._training_log.remove()
         self.detach_all()
 
+    def abandon(self) -> None:
+        """Leave all as it is, also when the process ends: a device may wait for ever for ranks that have failed."""
+        for attached in self._attachments.values():
+            attached.closer.detach()
+            attached.attachment.engine.device.abandon()
+
     def detach_all(self) -> None:
         """Remove the hooks and close the engines of all models; their next steps attach again."""
         while self._attachments:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from offload_engine.sizes import LEAST_MARGIN_BYTES, Size, short_size
+from offload_engine.sizes import Size, least_margin_bytes, short_size
 
 
 def resolve_budget(name: str, size: Size, total_bytes: int) -> int:
@@ -24,7 +24,7 @@ def resolve_budget(name: str, size: Size, total_bytes: int) -> int:
                 "then bounds saved tensors, such as 512MiB"
             )
         return size.nbytes
-    nbytes = size.resolve(total_bytes, LEAST_MARGIN_BYTES)
+    nbytes = size.resolve(total_bytes, least_margin_bytes(total_bytes))
     if nbytes > total_bytes:
         raise ValueError(f"{name} {size} is above the {short_size(total_bytes)} of the GPU: lower it, or give auto")
     return nbytes

@@ -19,10 +19,17 @@ _DECIMAL = {f"{letter}B": 1000**power for power, letter in enumerate(_LETTERS, 1
 _SHORT = {letter: _BINARY[f"{letter}iB"] for letter in _LETTERS}
 _UNITS = {unit.lower(): nbytes for unit, nbytes in {**_BINARY, **_DECIMAL, **_SHORT}.items()}
 _NUMBER = re.compile(r"(-?)(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*|%)", re.IGNORECASE | re.ASCII)
-LEAST_MARGIN_BYTES = 512 << 20
-"""What "auto" leaves of a GPU at the least: communicators, libraries and what saves checkpoints allocate later, too."""
+_LEAST_MARGIN_SHARE = 64
 _AUTO = "auto"
 _SHARES = ", a share (90%), or auto"
+
+
+def least_margin_bytes(total_bytes: int) -> int:
+    """Return what "auto" leaves of a GPU at the least, a 64th: communicators, libraries and checkpoints allocate later.
+
+    The first step with a decision may also hold some hundred MiB more than later ones.
+    """
+    return total_bytes // _LEAST_MARGIN_SHARE
 
 
 class Size(NamedTuple):

@@ -463,6 +463,9 @@ class AdversarialDevice:
         self._slabs.append(AdversarialSlab(self, nbytes))
         return self._slabs[-1]
 
+    def abandon(self) -> None:
+        """Nothing is closed at exit."""
+
     def close(self) -> None:
         if not self.is_closed:
             self.synchronize_all()

@@ -57,6 +57,9 @@ def patching() -> Iterator[None]:
 def environment(args: argparse.Namespace) -> Iterator[torch.device]:
     """Set up processes, groups and seeds, yield this rank's device, and destroy the groups at the end.
 
+    After an error of one rank they stay: to destroy them waits for the other ranks, which wait for this one, and nobody
+    would see the error.
+
     Raises:
         ProcessError: if the flags do not fit the number of processes or the batch size.
     """
@@ -69,10 +72,22 @@ def environment(args: argparse.Namespace) -> Iterator[torch.device]:
             raise ProcessError(f"{dist.get_world_size()} processes: {error}") from error
         _seed(args.seed)
         yield device
-    finally:
-        unset_num_microbatches_calculator()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    except Exception as error:
+        if is_common(error):
+            _destroy_groups()
+        raise
+    _destroy_groups()
+
+
+def is_common(error: Exception) -> bool:
+    """Return whether all ranks have this error, so that none waits for another one."""
+    return isinstance(error, UsageError) or dist.get_world_size() == 1
+
+
+def _destroy_groups() -> None:
+    unset_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def _init_processes() -> torch.device:

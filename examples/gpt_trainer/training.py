@@ -57,6 +57,11 @@ class Training:
         if self._offload is not None:
             self._offload.remove()
 
+    def abandon(self) -> None:
+        """Leave the patches, as this rank has failed, and others may wait for it."""
+        if self._offload is not None:
+            self._offload.abandon()
+
     def _apply_offload(self) -> megatron_patches.Handle:
         """Apply the offload patches: the only call needed, made before the configuration, which gets the flags."""
         with patching():

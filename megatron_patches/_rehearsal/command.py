@@ -19,6 +19,7 @@ from offload_engine.rehearsal.failures import RehearsalError
 from offload_engine.rehearsal.forecast import Forecast
 from offload_engine.rehearsal.options import budget_on, hardware_of
 from offload_engine.rehearsal.progress import Progress
+from offload_engine.rehearsal.recorded import forecast_at_recorded_speed
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 from offload_engine.sizes import Size
 
@@ -34,8 +35,8 @@ def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str
     try:
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
         job = read_job(script, hardware.num_gpus * args.nodes, defaults)
-        forecast = _forecast(job, hardware, _budget_bytes(args.budget, job, hardware), bool(args.plan_plot))
-        write_out(forecast_text(forecast, _notes(job)))
+        forecast, notes = _forecast(args, job, hardware)
+        write_out(forecast_text(forecast, [*notes, *_notes(job)]))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
     except (ScriptError, RehearsalError, ValueError, OSError, AssertionError, ImportError) as error:
@@ -57,10 +58,16 @@ def _budget_bytes(own: Size, job: TrainingJob, hardware: Hardware) -> int:
     return budget_on(hardware, own)
 
 
-def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int, has_curve: bool) -> Forecast:
+def _forecast(args: argparse.Namespace, job: TrainingJob, hardware: Hardware) -> tuple[Forecast, list[str]]:
     num_ranks = job.parallel.get("pipeline_model_parallel_size", 1)
-    with Progress(NUM_WAYS * num_ranks, sys.stderr) as progress:
-        return forecast_job(job, hardware, budget_bytes, progress.advance, has_curve)
+    budget_bytes = _budget_bytes(args.budget, job, hardware)
+    num_passes = 2 if args.recording else 1
+    with Progress(num_passes * NUM_WAYS * num_ranks, sys.stderr) as progress:
+
+        def make(machine: Hardware) -> Forecast:
+            return forecast_job(job, machine, budget_bytes, progress.advance, bool(args.plan_plot))
+
+        return forecast_at_recorded_speed(make, hardware, args.recording)
 
 
 def _notes(job: TrainingJob) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Final
 from offload_engine._devices.base import MemoryGauge
 from offload_engine.errors import BudgetError
 from offload_engine.gpu_budget import below_held_text, resolve_budget
-from offload_engine.sizes import LEAST_MARGIN_BYTES, Size, parse_size
+from offload_engine.sizes import Size, least_margin_bytes, parse_size
 
 _TIMES: Final = 2
 """Factor by which the variation over many steps may exceed that over a few."""
@@ -35,7 +35,7 @@ class Margin:
         """Return what the process may hold: the whole memory, less twice the variation, or a least margin."""
         settled = self._outside[1:] or self._outside  # in the first step libraries are loaded
         varied = max(settled, default=0) - min(settled, default=0)
-        return self._total_bytes - max(LEAST_MARGIN_BYTES, _TIMES * varied)
+        return self._total_bytes - max(least_margin_bytes(self._total_bytes), _TIMES * varied)
 
 
 def budget_bytes(gpu_budget: int | str, gauge: MemoryGauge) -> int | None:

@@ -291,3 +291,6 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Finish all issued copies, stop worker threads, and remove files. Idempotent."""
+
+    def abandon(self) -> None:
+        """Do not close when the process ends: what was issued may never finish, as other processes have failed."""

@@ -177,6 +177,9 @@ class CpuDevice:
             shut_down(*arguments)
             self._close.detach()
 
+    def abandon(self) -> None:
+        self._close.detach()
+
 
 def resolve_directory(directory: str | os.PathLike[str] | None) -> str | None:
     """Return the directory of the file-backed host tier; None if the host tier is plain memory."""

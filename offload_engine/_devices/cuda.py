@@ -145,6 +145,11 @@ class CudaDevice:
             shut_down(*arguments)
             self._close.detach()
 
+    def abandon(self) -> None:
+        self._close.detach()
+        for slab in self._slabs:
+            slab.abandon()
+
 
 def _with_index(device: torch.device | str | int | None) -> torch.device:
     found = torch.device("cuda") if device is None else torch.device(device)

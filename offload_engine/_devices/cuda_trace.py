@@ -10,8 +10,8 @@ from offload_engine.planning.allocations import ALLOCATED, FREE_ASKED, FREED, Al
 from offload_engine.planning.segments import Segment
 
 _MOST_ENTRIES: Final = 200_000
-"""A step with more is not recorded: to read as many takes half a second. (8 layers of TransformerEngine, 64 microbatches:
-140,000.)"""
+"""A step with more is not recorded: to read as many takes half a second. (64 microbatches of 8 layers of
+TransformerEngine: 140,000.)"""
 _KINDS: Final = {"alloc": ALLOCATED, "free_requested": FREE_ASKED, "free_completed": FREED}
 _UNKNOWN: Final = frozenset(("oom", "segment_map", "segment_unmap"))
 """Actions that the imitation of an allocator does not know."""

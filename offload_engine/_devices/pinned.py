@@ -71,6 +71,10 @@ class PinnedSlab:
             raise RuntimeError(f"{self} is closed")
         return self._bytes[offset : offset + nbytes]
 
+    def abandon(self) -> None:
+        """Leave the memory pinned until the process ends: to unpin it may wait for the device."""
+        self._unregister.detach()
+
     def close(self) -> None:
         """Unpin the memory and return it to the system. Idempotent; no copy may be in flight."""
         self._unregister()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_patches._rows.registry import Patch
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig
+from offload_engine._devices.cpu import CpuDevice
 from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.tiny import messages
 
@@ -43,6 +45,8 @@ def pretrain():  # frees the model with its end
     chunks = make_chunks(make_config())
     for _ in range(2):
         run(chunks, 2)
+    if "fail inside" in sys.argv:
+        raise ZeroDivisionError("of the script")
     return [name for name, module in chunks[0].named_modules() if module._forward_hooks]
 
 
@@ -95,6 +99,21 @@ def test_an_error_of_the_script_is_not_hidden(is_removed: bool, tmp_path: Path) 
         _main([*OFFLOAD, *_write(tmp_path), "fail"])
     if is_removed:
         _check_unpatched()
+
+
+@on_ranks(None)
+def test_after_an_error_of_one_of_several_ranks_nothing_waits_for_the_device(tmp_path: Path) -> None:
+    """It may wait for the other ranks for ever. Nor does anything at the end of the process."""
+    finalizers = set(weakref.finalize._registry)  # type: ignore[attr-defined]
+    abandoned = mock.patch.object(CpuDevice, "abandon", autospec=True, side_effect=CpuDevice.abandon)
+    several = mock.patch("megatron_patches.__main__.is_one_of_several", return_value=True)
+    with several, abandoned as left, pytest.raises(ZeroDivisionError, match="of the script") as failure:
+        _main([*OFFLOAD, *_write(tmp_path), "fail inside"])
+    assert failure.tb is not None, "which holds the model"
+    assert left.call_count == 1
+    ours = {each for each in set(weakref.finalize._registry) - finalizers if each.atexit}  # type: ignore[attr-defined]
+    modules = {each.peek()[1].__module__.partition(".")[0] for each in ours if each.peek() is not None}
+    assert not modules & {"megatron_patches", "offload_engine"}
 
 
 def _check_unpatched() -> None:
