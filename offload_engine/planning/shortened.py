@@ -52,7 +52,7 @@ def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
 
     Where several are alive at once, it takes longer until one repeats the other: those stay that fill the pipeline, and
     as many more as there is time for. (4 of 8 on an H200, of which 2 are alive at once: in nine decisions of 18.6 to
-    60.2 GB at most 110 MiB less or 42 MiB more. Of the smallest models in tests it is a fiftieth.)
+    60.2 GB at most 110 MiB less or 42 MiB more. Of the smallest models in tests it is up to a twenty-fifth.)
 
     Args:
         step: the whole step.
