@@ -21,10 +21,13 @@ from typing import Any
 import torch
 
 from offload_engine.output import write_out
+from offload_engine.planning.hardware import Hardware
 from offload_engine.rehearsal.failures import RehearsalError
+from offload_engine.rehearsal.forecast import Forecast
 from offload_engine.rehearsal.model import NUM_WAYS, ModelRehearsal
 from offload_engine.rehearsal.options import add_hardware_options, budget_on, hardware_of, positive
 from offload_engine.rehearsal.progress import Progress
+from offload_engine.rehearsal.recorded import forecast_at_recorded_speed
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 
 _NOTES = (
@@ -47,6 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> None:
     hardware = hardware_of(options.hardware, options.hardware_file, options.recording)
     config = read_config(options.model, dict(options.set))
+    with Progress(NUM_WAYS * (2 if options.recording else 1), sys.stderr) as progress:
+
+        def make(machine: Hardware) -> Forecast:
+            return _forecast(options, config, machine, progress)
+
+        forecast, notes = forecast_at_recorded_speed(make, hardware, options.recording)
+    write_out(forecast_text(forecast, (*notes, *_NOTES)))
+    if options.plan_plot:
+        draw_forecast(forecast, options.plan_plot)
+
+
+def _forecast(options: argparse.Namespace, config: Any, hardware: Hardware, progress: Progress) -> Forecast:
     rehearsal = ModelRehearsal(
         lambda: _make_model(config),
         lambda model: _loss(model, options.batch_size, options.seq_length),
@@ -55,12 +70,8 @@ def _answer(options: argparse.Namespace) -> None:
         options.optimizer_bytes,
         budget_on(hardware, options.budget),
     )
-    with Progress(NUM_WAYS, sys.stderr) as progress:
-        num_tokens = options.batch_size * options.seq_length
-        forecast = rehearsal.forecast(num_tokens, progress.advance, has_curve=bool(options.plan_plot))
-    write_out(forecast_text(forecast, _NOTES))
-    if options.plan_plot:
-        draw_forecast(forecast, options.plan_plot)
+    num_tokens = options.batch_size * options.seq_length
+    return rehearsal.forecast(num_tokens, progress.advance, has_curve=bool(options.plan_plot))
 
 
 def read_config(model: str, changes: dict[str, Any]) -> Any:

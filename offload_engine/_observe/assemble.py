@@ -83,6 +83,7 @@ def assemble(
 ) -> StepRecord:
     """Make the record of a step whose last mark is `end`; blocks until the device has passed it."""
     duration_ms = origin.device_ms(end)
+    memory = origin.device.memory
     return StepRecord(
         rank=about.rank,
         step=about.step,
@@ -98,6 +99,7 @@ def assemble(
         saved=tuple(_saved(save, notes, about.fallback) for save in pace(notes.saved)),
         pipeline_rank=about.pipeline[0],
         num_pipeline_ranks=about.pipeline[1],
+        device_bytes=0 if memory is None else memory.total_bytes(),
     )
 
 

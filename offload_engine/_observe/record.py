@@ -149,6 +149,8 @@ class StepRecord:
     pipeline_rank: int = 0
     """Rank in the pipeline whose stages the chunks are."""
     num_pipeline_ranks: int = 1
+    device_bytes: int = 0
+    """Memory of the GPU; 0: not known, or there is none."""
 
     def stage_of(self, group: str) -> int:
         """Return the stage of a group, `0.3:5`, or of a chunk, `0.3`, counted over all ranks of the pipeline."""

@@ -48,6 +48,8 @@ class Hardware:
     host_gib: float
     source: str
     num_gpus: int = 1
+    speed: float = 1.0
+    """How many times as fast kernels are as the rates say."""
 
     def __post_init__(self) -> None:
         if self.source not in _SOURCES:
@@ -132,6 +134,16 @@ def with_link(hardware: Hardware, link: Link) -> Hardware:
     )
 
 
+def with_memory(hardware: Hardware, gpu_bytes: int) -> Hardware:
+    """Return the machine with GPUs of this memory."""
+    return replace(hardware, gpu_gib=gpu_bytes / _GIB)
+
+
+def with_speed(hardware: Hardware, ratio: float) -> Hardware:
+    """Return the machine with kernels that are this many times as fast as its rates say."""
+    return replace(hardware, speed=ratio)
+
+
 def _read_package() -> dict[str, dict[str, Any]]:
     text = resources.files("offload_engine.planning").joinpath("hardware.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
@@ -150,7 +162,7 @@ def _read(file: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
 
 
 def _make(name: str, gpu: str, num_gpus: int, row: Mapping[str, Any]) -> Hardware:
-    known = {field.name for field in fields(Hardware)} - {"name", "num_gpus"}
+    known = {field.name for field in fields(Hardware)} - {"name", "num_gpus", "speed"}
     if unknown := sorted(row.keys() - known):
         raise ValueError(
             f"hardware {gpu}: {unknown[0]} is not a value of a machine; those are {', '.join(sorted(known))}"

@@ -43,12 +43,16 @@ class KernelCosts:
         """
         by_bytes = self.milliseconds_of_bytes(tensors)
         flops = self._operations(func, args, kwargs, out)
-        by_flops = flops / self._rate(func, args) / 1e9 + _LAUNCH_MS if flops else 0.0
+        by_flops = self._at_speed(flops / self._rate(func, args) / 1e9) if flops else 0.0
         return max(by_bytes, by_flops)
 
     def milliseconds_of_bytes(self, tensors: Iterable[torch.Tensor]) -> float:
         """Return how long a kernel takes to read and write these tensors."""
-        return sum(_touched(tensor) for tensor in tensors) / self._hardware.memory_gbps / 1e6 + _LAUNCH_MS
+        return self._at_speed(sum(_touched(tensor) for tensor in tensors) / self._hardware.memory_gbps / 1e6)
+
+    def _at_speed(self, milliseconds: float) -> float:
+        """Return how long a kernel takes whose work takes so long by the rates."""
+        return (milliseconds + _LAUNCH_MS) / self._hardware.speed
 
     def _operations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         packet = func._overloadpacket

@@ -8,10 +8,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from offload_engine._observe.chrome_trace import read_records
-from offload_engine.planning.clocks import Link
-from offload_engine.planning.hardware import Hardware, find_hardware, with_link
-from offload_engine.planning.moves import OUT
+from offload_engine.planning.hardware import Hardware, find_hardware
+from offload_engine.rehearsal.recorded import recorded_machine
 from offload_engine.sizes import Size, parse_size
 
 
@@ -33,7 +31,8 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="recorded steps of an earlier run (--offload-trace), which tell how fast its link was (default: none)",
+        help="recorded steps of an earlier run (--offload-trace), for its link and the memory of its GPU, and, if they "
+        "are of the same job, how fast it computes; the rest is that of --hardware (default: none)",
     )
     group.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of hosts (default: %(default)s)")
     group.add_argument(
@@ -68,7 +67,7 @@ def hardware_of(name: str, file: str | None, recordings: Sequence[str]) -> Hardw
     with _naming("--hardware", "--hardware-file"):
         hardware = find_hardware(name, file)
     with _naming("--recording", "--recording"):
-        return with_link(hardware, recorded_link(recordings)) if recordings else hardware
+        return recorded_machine(hardware, recordings) if recordings else hardware
 
 
 @contextmanager
@@ -92,24 +91,6 @@ def budget_on(hardware: Hardware, budget: Size) -> int:
     if nbytes > hardware.gpu_bytes:
         raise ValueError(f"--budget {budget} is above the {hardware.gpu_gib:g} GiB of a GPU of {hardware.name}")
     return nbytes
-
-
-def recorded_link(files: Sequence[str]) -> Link:
-    """Return how fast the copies of recorded steps were, all together.
-
-    Raises:
-        ValueError: if one direction has no copies.
-        OSError: if a file cannot be read.
-    """
-    copies = [copy for file in files for record in read_records(file) for copy in record.copies]
-    rates = []
-    for is_out in (True, False):
-        chosen = [copy for copy in copies if (copy.op is OUT) == is_out and copy.end_ms > copy.begin_ms]
-        milliseconds = sum(copy.end_ms - copy.begin_ms for copy in chosen)
-        if not chosen:
-            raise ValueError(f"{', '.join(files)}: no copies {'out' if is_out else 'in'} are recorded")
-        rates.append(sum(copy.nbytes for copy in chosen) / milliseconds / 1e6)
-    return Link(*rates)
 
 
 def _size(text: str) -> Size:

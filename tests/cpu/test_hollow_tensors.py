@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import gc
 import resource
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from offload_engine._observe.chrome_trace import write_trace
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.hardware import find_hardware
+from offload_engine.planning.hardware import find_hardware, with_speed
 from offload_engine.rehearsal.attention import fused_attention
 from offload_engine.rehearsal.costs import KernelCosts
-from offload_engine.rehearsal.options import hardware_of, recorded_link
 from offload_engine.rehearsal.tensors import HollowTensors
-from tests.cpu.test_observe_report import a_step
 
 MIB = 1 << 20
 
@@ -114,6 +110,19 @@ def test_kernels_take_the_longer_of_operations_and_bytes(hollow: HollowTensors) 
     assert attention == pytest.approx(2 * causal_attention, rel=0.05)
 
 
+def test_kernels_of_a_gpu_that_is_twice_as_fast_as_its_rates_take_half_as_long() -> None:
+    spent = []
+    for machine in (find_hardware("h200"), with_speed(find_hardware("h200"), 2.0)):
+        ran: list[float] = []
+        hollow = HollowTensors(KernelCosts(machine), 100.0)
+        hollow.run = lambda milliseconds, name, ran=ran: ran.append(milliseconds)  # type: ignore[misc]
+        with hollow, torch.no_grad():
+            x = torch.empty(64, 64)
+            (x @ x) + x
+        spent.append(ran)
+    assert spent[0] == pytest.approx([2 * milliseconds for milliseconds in spent[1]]) and len(spent[0]) == 2
+
+
 # -- machines by name, from the table of the package and from a file of the user --------------------------------------
 
 
@@ -167,16 +176,3 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
     table.write_text(text)
     with pytest.raises(ValueError, match=message):
         find_hardware("h201" if "h201" in text else "h200", table)
-
-
-def test_a_recording_says_how_fast_copies_were(tmp_path: Path) -> None:
-    """What was measured replaces the link; of both ways at once the slower counts."""
-    trace = str(write_trace([a_step(0), a_step(1)], tmp_path / "trace.json"))
-    link = recorded_link([trace])
-    assert link == pytest.approx(Link(6.0, 2.0))  # out 12 MB in two milliseconds, in 4 MB in as long
-    hardware = hardware_of("h100x8", None, [trace])
-    assert hardware.link(8, is_both_ways=False) == link
-    assert hardware.link(8, is_both_ways=True) == Link(link.in_gbps, link.in_gbps)
-    empty = write_trace(replace(a_step(), copies=()), tmp_path / "empty.json")
-    with pytest.raises(ValueError, match="empty.json: no copies out are recorded"):
-        recorded_link([str(empty)])

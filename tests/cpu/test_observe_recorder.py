@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -142,6 +143,11 @@ def test_what_crosses_the_edges_of_the_step(step: Step, monkeypatch: pytest.Monk
         pending.get()
     record = pending.get()
     assert record.stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),) and len(record.saved) == 1
+
+
+def test_a_record_names_the_memory_of_its_gpu(step: Step) -> None:
+    step.device.memory = SimpleNamespace(total_bytes=lambda: 40 << 30)
+    assert step.recorder.finish().get().device_bytes == 40 << 30
 
 
 class Saving(torch.nn.Module):
