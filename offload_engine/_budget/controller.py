@@ -182,9 +182,7 @@ class BudgetController(BudgetView):
                 self._watch()
         elif self.state is State.VERIFY:
             self._verify()
-        elif not self._in_force.is_settled:
-            self._in_force.is_settled = True
-        else:
+        elif self._in_force.settle():
             self._conclude_measuring(is_combined)
 
     def _conclude_floor(self) -> None:
@@ -242,7 +240,7 @@ class BudgetController(BudgetView):
         total, wasted, is_outgrown, measured_us = self.decider.agree(numbers)
         if is_outgrown:
             return self._measure_again("activations have grown")
-        was_settled, self._in_force.is_settled = self._in_force.is_settled, True
+        was_settled = self._in_force.settle()
         excess = Excess(total - wasted, wasted)
         if self._verifier.settles(self.decider.actions, excess, is_planned=was_settled):
             correct_if_shorter(self.decider, measured_us / _US)
@@ -283,7 +281,7 @@ class BudgetController(BudgetView):
         if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._hold.wants_measure),)) != (0,):
             return self._measure_again("activations have grown")
         # Of the finished step: a decision made now may unsettle the next one.
-        was_settled, self._in_force.is_settled = self._in_force.is_settled, True
+        was_settled = self._in_force.settle()
         if is_window_over:
             self._hold.use_what_is_left()
         if was_settled:

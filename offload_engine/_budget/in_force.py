@@ -6,7 +6,7 @@ from __future__ import annotations
 from offload_engine._budget.decide import Decider
 from offload_engine._budget.last_step import LastStep
 from offload_engine._policy.keeping import Keeping
-from offload_engine.planning.choices import Allowance, Slot
+from offload_engine.planning.choices import Allowance, Choices, Slot
 
 
 class InForce:
@@ -19,7 +19,8 @@ class InForce:
 
     Attributes:
         recomputed: slots that the next step recomputes.
-        is_settled: False in the first step with other groups, which no plan knows.
+        is_settled: False in the first step with other groups, which no plan knows. It keeps none, or more would be on
+            the device than was decided: groups that leave without a plan come back earlier.
     """
 
     def __init__(self, decider: Decider, keeping: Keeping, last: LastStep) -> None:
@@ -29,15 +30,24 @@ class InForce:
         self._keeping = keeping
         self._last = last
         self._arena_bytes = 0
+        self._allowance = Allowance()
 
     def allow(self, allowance: Allowance) -> None:
-        """Apply an allowance from the next step on."""
-        self._keeping.allow(allowance)
+        """Apply an allowance from the next step on, or from the one after it, if that recomputes something else."""
+        self._allowance = allowance
         self._decider.apply(allowance.choices)
         self.is_settled &= allowance.choices.recomputed == self.recomputed
         self.recomputed = allowance.choices.recomputed
+        self._keeping.allow(allowance if self.is_settled else Allowance(Choices(recomputed=self.recomputed)))
         if allowance.arena_bytes is not None:
             self._arena_bytes = allowance.arena_bytes
+
+    def settle(self) -> bool:
+        """Note that a step has run, so that its groups are known; return whether they were before it."""
+        was_settled, self.is_settled = self.is_settled, True
+        if not was_settled:
+            self._keeping.allow(self._allowance)
+        return was_settled
 
     def clear_allocator(self) -> None:
         """Replace what the allocator has reserved and does not use by the arena of the decision.

@@ -72,10 +72,10 @@ class Verifier:
             self._unplanned.add(actions)
         if len(totals) < 2:
             return False
-        is_empty = len(totals) == 2 and actions in self._unplanned  # the allocator, when it began
-        if is_empty and excess.total < -_SURPRISE * self._decider.budget_bytes:
+        is_first = len(totals) == 2 and actions in self._unplanned  # with a plan, and with an empty allocator
+        if is_first and excess.total < -_SURPRISE * self._decider.budget_bytes:
             return False
-        grown = max(0, totals[-1] - totals[-2])
+        grown = 0 if is_first else max(0, totals[-1] - totals[-2])
         has_room = self.fits(Excess(excess.total + grown))
         return has_room or not self.fits(excess) or not self._may_correct or len(totals) >= _MAX_STEPS
 

@@ -13,9 +13,11 @@ import pytest
 from offload_engine._budget.decide import _WASTED_SHARE, Decider, correct_if_shorter, excess_of
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.hold import HoldWatch
+from offload_engine._budget.in_force import InForce
 from offload_engine._budget.known import Known
 from offload_engine._budget.stages import Stages
 from offload_engine._budget.verify import Verifier
+from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.choose import choose
 from offload_engine.planning.memory import Excess
 from offload_engine.planning.predict import Costs, held_with
@@ -263,3 +265,23 @@ def test_a_floor_that_recomputes_and_reserves_too_much_gives_way_to_what_was_mea
     allowance = verifier.judge(Excess(0, over + 4 * GIB))
     assert allowance is not None and decider.chosen.best.decision != floor.decision
     assert decider.chosen.best.held_bytes <= decider.budget_bytes
+
+
+# -- a decision that recomputes something else ------------------------------------------------------------------------
+
+
+def test_the_first_step_that_recomputes_something_else_keeps_nothing() -> None:
+    """No plan knows its groups: those that leave without one would come back earlier, beside those that stay."""
+    slot, other = Slot(0, 0, "kept", 0), Slot(0, 0, "recomputed", 0)
+    keeping, decider = mock.Mock(), mock.Mock()
+    in_force = InForce(decider, keeping, mock.Mock())
+    whole = Allowance(Choices(frozenset([slot]), frozenset([other])), {slot: 8}, resident_bytes=8)
+    in_force.allow(whole)
+    assert decider.apply.call_args == mock.call(whole.choices) and not in_force.is_settled
+    assert keeping.allow.call_args_list == [mock.call(Allowance(Choices(recomputed=frozenset([other]))))]
+    assert not in_force.settle() and in_force.is_settled
+    assert keeping.allow.call_args == mock.call(whole)
+    keeping.allow.reset_mock()
+    assert in_force.settle() and not keeping.allow.called
+    in_force.allow(whole)
+    assert keeping.allow.call_args_list == [mock.call(whole)], "it recomputes the same"

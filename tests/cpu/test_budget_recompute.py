@@ -106,6 +106,7 @@ def test_below_the_floor_of_offload_layers_are_checkpointed(context: Context, nu
         job.steps(6, num_forwards)
         assert_same_training(job, reference)
         assert max(job.peaks[6:]) <= budget
+        assert job.peaks[3] <= max(*job.peaks[:3], first), "the first step with a decision holds no more"
         assert job.peaks[4] == first, "groups alone are measured, so the first prediction is exact"
         assert job.states[-1] is State.HOLD
         assert job.summary.predicted_peak_bytes <= budget
