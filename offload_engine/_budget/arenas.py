@@ -46,7 +46,8 @@ def arena_for(replay: Replay, found: Reserved, room_bytes: int, *, must_fit: boo
     largest = usual + max(0, room_bytes)
     largest -= largest % segment_bytes(1)
     enough = with_spare(most, replay.spare_share)
-    if not (replay.is_exact or must_fit) and largest < with_spare(most, SPARE_SHARE):
+    least = SPARE_SHARE_INEXACT if replay.has_lags else SPARE_SHARE
+    if not (replay.is_exact or must_fit) and largest < with_spare(most, least):
         return Arena(largest, enough - usual)
     tried = list[Arena]()
     shares = _SHARES_TO_SPARE if replay.is_exact else _SHARES_INEXACT
@@ -67,7 +68,8 @@ def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | Non
     """Return an arena that is smaller than the usual one, if all blocks have room in it; else None.
 
     They must have room in one that is smaller still, so that some of it is spare. That may be less than is used of an
-    arena without an end: blocks there are placed as if nothing were scarce.
+    arena without an end: blocks there are placed as if nothing were scarce. Where the host's lead matters, there is no
+    such arena: other steps have other leads. (Beside one with a 64th to spare a step on H200s reserved 448 MiB.)
 
     Args:
         replay: of the step.
@@ -76,7 +78,7 @@ def tight_arena(replay: Replay, found: Reserved, over_bytes: int) -> Arena | Non
     """
     usual = with_spare(found.arena_bytes, replay.spare_share)
     nbytes = usual - segment_bytes(over_bytes)
-    if nbytes < (1 - (_MOST_LESS if replay.is_exact else SPARE_SHARE)) * usual:
+    if replay.has_lags or nbytes < (1 - (_MOST_LESS if replay.is_exact else SPARE_SHARE)) * usual:
         return None
     least = segment_bytes(round(nbytes / (1 + (_LEAST_SHARE if replay.is_exact else SPARE_SHARE))))
     for size, lead in [(least, LEAD), (nbytes, LEAD)] if replay.is_exact else [(least, 0.0)]:
