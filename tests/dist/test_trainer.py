@@ -131,6 +131,35 @@ def test_mistakes_end_the_run_before_its_first_step(directory: Path) -> None:
         assert "error:" in result.output and message in result.output, result.output
 
 
+FAILS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from gpt_trainer.arguments import UsageError, parse_arguments
+from gpt_trainer.environment import environment
+from megatron_patches import apply_cpu_support
+
+error = UsageError if sys.argv[2] == "of all" else ZeroDivisionError
+try:
+    with apply_cpu_support(), environment(parse_arguments([])):
+        raise error()
+except error:
+    print(dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "which", "stays"), [(1, "of one", False), (2, "of one", True), (2, "of all", False)]
+)
+def test_after_an_error_of_one_rank_none_waits_for_the_others(
+    num_ranks: int, which: str, stays: bool, tmp_path: Path
+) -> None:
+    """To destroy the groups would, and nobody would see the error. What all ranks are told alike ends them."""
+    (script := tmp_path / "fails.py").write_text(FAILS)
+    ranks = run_program(script, str(EXAMPLES), which, cwd=tmp_path, num_ranks=num_ranks)
+    assert [rank.out.split() for rank in ranks] == [[str(stays)]] * num_ranks
+
+
 def test_without_flags_it_learns_the_built_in_text(directory: Path) -> None:
     """All defaults but for the size, which would take a CPU long."""
     small = ("--hidden-size", "64", "--seq-length", "128", "--lr", "0.01")
