@@ -36,7 +36,7 @@ def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
         job = read_job(script, hardware.num_gpus * args.nodes, defaults)
         forecast, notes = _forecast(args, job, hardware)
-        write_out(forecast_text(forecast, [*notes, *_notes(job)]))
+        write_out(forecast_text(forecast, [*notes, *_notes(job, forecast)]))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
     except (ScriptError, RehearsalError, ValueError, OSError, AssertionError, ImportError) as error:
@@ -70,8 +70,8 @@ def _forecast(args: argparse.Namespace, job: TrainingJob, hardware: Hardware) ->
         return forecast_at_recorded_speed(make, hardware, args.recording)
 
 
-def _notes(job: TrainingJob) -> list[str]:
-    """Return the assumptions of the forecast."""
+def _notes(job: TrainingJob, forecast: Forecast) -> list[str]:
+    """Return the assumptions of the forecast, and what a budget cannot choose."""
     context = "8.9 GiB of CUDA and TransformerEngine's kernels" if job.has_te else "0.7 GiB of CUDA"
     notes = [
         f"Fullest GPU: allocated bytes, what the allocator reserves in vain, and {context}. Not counted: "
@@ -83,4 +83,7 @@ def _notes(job: TrainingJob) -> list[str]:
         notes.append(
             "Layers are those of TransformerEngine, with fused attention; --transformer-impl local changes it."
         )
+    for number, rank in enumerate(forecast.ranks):
+        if rank.chosen is not None:
+            notes += [f"Stage {number}: a budget does not recompute {refusal}." for refusal in rank.refusals]
     return notes

@@ -122,6 +122,7 @@ def _rehearse_rank(
         job.bounds,
         is_combined,
         options=options,
+        refusals=() if switches is None else tuple(switches.refusals),
         kept=kept,
     )
     return _Rehearsed(rank_forecast, settings.modules, held, away)

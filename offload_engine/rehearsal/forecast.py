@@ -72,6 +72,8 @@ class RankForecast(NamedTuple):
     """Within the budget; None: it does not fit, or nothing was chosen."""
     options: tuple[RecomputeOption, ...] = ()
     """What its layers can recompute."""
+    refusals: tuple[str, ...] = ()
+    """What they have for that, and cannot be chosen: a line for each, with the reason."""
     kept: Choices = Choices()
     """Groups that stay on the device when the others are offloaded."""
 

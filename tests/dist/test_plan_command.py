@@ -66,7 +66,7 @@ def test_dense_in_a_pipeline(tmp_path: Path) -> None:
     plot = tmp_path / "plan.png"
     parallel = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]
     out = _plan("--hardware", "h100x8", "--plan-plot", str(plot), *JOB, *INTERLEAVED, *parallel)
-    assert "8 GPUs on 1 node(s) of h100x8 (datasheet" in out and re.search(r"│ 1 +│ core_attn +│", out)
+    assert "8 GPUs on 1 node of h100x8 (datasheet" in out and re.search(r"│ 1 +│ core_attn +│", out)
     assert "a step of 256 tokens" in out  # a global batch of 4
     assert re.search(r"full recomputation +│ .* │ +yes │", out)
     assert "It fits h100x8, fastest with: no offload" in out
@@ -82,7 +82,7 @@ def test_groups_of_microbatches_above_the_pipelines_size() -> None:
 def test_experts_on_two_nodes_and_named_modules_only() -> None:
     named = ["--offload-activation", "--offload-modules", "core_attn", "router_fc1"]
     out = _plan("--hardware", "h200x2", "--nodes", "2", *named, *JOB, *EXPERTS)
-    assert "4 GPUs on 2 node(s)" in out and "Experts: all are assumed to get equally many tokens." in out
+    assert "4 GPUs on 2 nodes of" in out and "Experts: all are assumed to get equally many tokens." in out
     assert {name for _, name in _moved(out)} == {"core_attn", "router_fc1"}
 
 
@@ -95,6 +95,9 @@ def test_a_budget_that_needs_offload() -> None:
     none, chosen = rows["no offload"], rows["chosen within the budget"]
     assert (none[4], chosen[4]) == ("no", "yes") and "fastest with: chosen within the budget" in out
     assert float(none[0].replace(",", "")) <= float(chosen[0].replace(",", ""))
+    refused = "Stage 0: a budget does not recompute mlp of 8 layers: add_bias_linear"
+    with_biases = _plan("--budget", "12GiB", *(word for word in JOB if word != "--disable-bias-linear"), *wide)
+    assert [refused in " ".join(each.split()) for each in (out, with_biases)] == [False, True]
 
 
 def test_a_budget_recomputes_in_a_forecast_as_in_a_run() -> None:
