@@ -313,7 +313,7 @@ def _check_bounds(config: Any) -> None:
     for name in ("offload_plan", "offload_plan_plot", "offload_recompute"):
         if config.offload_gpu_budget is None and getattr(config, name, None) is not None:
             raise ValueError(
-                f"{name}={getattr(config, name)} is about what a budget decides: give --offload-gpu-budget as well, or "
+                f"{name}={getattr(config, name)} needs a budget: give --offload-gpu-budget as well, or "
                 f"omit --{name.replace('_', '-')}"
             )
     if config.offload_resident_bytes is None:

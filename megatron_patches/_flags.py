@@ -164,7 +164,7 @@ SETTINGS = (
         _TEXT,
         None,
         "What the process may hold on its GPU, CUDA context included (a size, such as 60GiB, a share as 90%%, or auto, "
-        "which is all there is but a margin). The engine measures a few steps and keeps what fits; the rest moves. It "
+        "which is all of it, less a margin). The engine measures a few steps and keeps what fits; the rest moves. It "
         "switches the offload on, of all names that the model has unless --offload-modules names some. Not with "
         "--offload-resident-bytes, --offload-horizon-bytes or --offload-max-inflight-bytes. Without a GPU: bytes of "
         "saved tensors in groups. Default: none.",

@@ -12,6 +12,7 @@ from offload_engine._observe.fold import sums_of
 from offload_engine._observe.gathering import Gathering
 from offload_engine._observe.record import StepRecord
 from offload_engine._observe.report import table_of_ranks
+from offload_engine.counted import counted
 
 _MOST_LOOKS: Final = 32
 """After as many steps of rank 0 its table is made without the ranks that have not shared."""
@@ -63,7 +64,7 @@ class RankReports:
         ranks = sorted(found.found, key=lambda sums: sums.rank)
         text = table_of_ranks(ranks) if ranks else ""
         if num_missing := found.num_without + found.num_missing:
-            text += f"{num_missing} other ranks offload, but had no record of this step in time\n"
+            text += f"without {counted(num_missing, 'other rank')}, whose record of this step did not come in time\n"
         return text
 
 
@@ -108,5 +109,6 @@ class BudgetReports:
         budgets: list[StageBudget] = found.found
         text = budgets_text(budgets) if budgets else ""
         if num_missing := found.num_without + found.num_missing:
-            text += f"{num_missing} other ranks have not decided in time, or everything stays offloaded there\n"
+            missing = counted(num_missing, "other rank")
+            text += f"without {missing}: nothing decided there in time, or everything stays offloaded\n"
         return text

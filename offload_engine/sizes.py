@@ -10,6 +10,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
+from offload_engine.counted import counted
+
 _Parsed = TypeVar("_Parsed")
 
 _LETTERS = "KMGTP"
@@ -127,10 +129,17 @@ def format_bytes(nbytes: int) -> str:
 
 def short_size(nbytes: int) -> str:
     """Return a readable size, in the largest binary unit that it reaches: "12.40 GiB", "383 MiB", "12 KiB"."""
-    if nbytes >= _BINARY["GiB"]:
-        return format_bytes(nbytes)
-    unit = next((unit for unit in ("MiB", "KiB") if nbytes >= _BINARY[unit]), "B")
-    return f"{nbytes / _BINARY[unit]:,.0f} {unit if unit != 'B' else 'bytes'}"
+    return _in_unit(nbytes, 2 if nbytes >= _BINARY["GiB"] else 0)
+
+
+def fine_size(nbytes: int) -> str:
+    """Return a size in that unit with two digits, so that it differs from a similar one: "2.52 MiB", "2.49 MiB"."""
+    return _in_unit(nbytes, 2)
+
+
+def _in_unit(nbytes: int, num_digits: int) -> str:
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if nbytes >= _BINARY[unit]), None)
+    return counted(nbytes, "byte") if unit is None else f"{nbytes / _BINARY[unit]:,.{num_digits}f} {unit}"
 
 
 def _split(text: str, default_unit: str, also: str = "") -> tuple[Decimal, str]:

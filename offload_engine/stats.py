@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from offload_engine.counted import counted
 from offload_engine.sizes import short_size
 
 _GIB = 1 << 30
@@ -75,7 +76,9 @@ class IterationStats:
         if not self.num_groups:
             return "no step yet"
         waits = [] if times is None else [_waits(times)]
-        late = [f"{self.prefetch_misses} storages came back late (0 is best)"] if self.prefetch_misses else []
+        late = (
+            [f"{counted(self.prefetch_misses, 'storage')} came back late (0 is best)"] if self.prefetch_misses else []
+        )
         return "; ".join([self._moved(), self._held(), *waits, *late])
 
     def metrics(self, times: StepTimes | None = None) -> dict[str, float]:
@@ -97,7 +100,7 @@ class IterationStats:
 
     def _moved(self) -> str:
         if not self.copied_out_bytes:
-            return f"moved nothing of the {short_size(self.managed_bytes)} saved in {self.num_groups} groups"
+            return f"moved nothing of the {short_size(self.managed_bytes)} saved in {counted(self.num_groups, 'group')}"
         share = f"{self._moved_percent():.0f}% of the {short_size(self.managed_bytes)} saved"
         return f"moved {short_size(self.copied_out_bytes)}, {share}"
 

@@ -12,6 +12,7 @@ from megatron_patches._model.graphs import captured_names, check_cuda_graphs
 from megatron_patches._model.modules import EXPERTS, MODULES, drop_parts, is_in_experts
 from megatron_patches._model.sites import find_sites, own_norms, survey
 from megatron_patches._model.validate import check_conflicts, check_parts_are_called
+from offload_engine.counted import counted
 from offload_engine.planning.choices import Slot
 
 # The parts of these move separately, so that each can be chosen. Experts have too many parts for that.
@@ -81,8 +82,8 @@ def check_plan(source: str, slots: Iterable[Slot], chunks: Sequence[torch.nn.Mod
     unknown = sorted(slot for slot in slots if slot.name != _OF_CHECKPOINTS and slot[:3] not in here)
     if unknown:
         raise ValueError(
-            f"{source} is of another model or layout: it has a group {unknown[0]} (stage, layer, name, part), and this "
-            f"rank has {len(chunks)} stage(s) with {', '.join(names)}. Remove the file, and a new plan is made"
+            f"{source} is of another model or layout: it names a group that is not here ({unknown[0]}), and this rank "
+            f"has {counted(len(chunks), 'stage')} with {', '.join(names)}. Remove the file, and a new plan is made"
         )
 
 

@@ -13,6 +13,7 @@ from megatron_patches._model.modules import MODULES, ModuleRow, drop_parts, row_
 from megatron_patches._model.sites import BLOCKS, Survey, calls_no_parts, find_sites, merge_surveys, survey
 from megatron_patches._model.thresholds import Thresholds
 from offload_engine import IterationStats, OffloadConfig, ResidentBudget
+from offload_engine.counted import counted
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
     if stats is not None and stats.num_host_limit_groups and not stats.num_offloaded_groups:
         tier = "the host tier" if limit_bytes is None else f"offload_host_limit_bytes={limit_bytes:,}"
         problem = (
-            f"{tier} has no room for any of {stats.num_host_limit_groups} groups of the first step, of "
+            f"{tier} has no room for any of {counted(stats.num_host_limit_groups, 'group')} of the first step, of "
             f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Raise "
             "offload_host_limit_bytes, free host memory, or switch offload_activation off"
         )

@@ -11,6 +11,7 @@ from offload_engine._budget.in_force import InForce
 from offload_engine._budget.last_step import LastStep
 from offload_engine.planning.choices import Allowance, Choices
 from offload_engine.planning.memory import Excess
+from offload_engine.sizes import short_size
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,6 @@ _MAX_DOUBLED: Final = 6
 """At most this often, the number of windows to wait before more is kept doubles."""
 _RELAPSE_STEPS: Final = 10
 """Steps after a trim: if one of them goes over the budget, the decision is why, and no evaluation between steps."""
-_GIB: Final = 1 << 30
 
 
 class HoldWatch:
@@ -61,7 +61,7 @@ class HoldWatch:
         if is_allocated or is_relapse:
             if decider.is_at_floor or (decider.chosen is None and self.wants_measure):
                 return  # the warning was logged, and nothing more can leave
-            logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
+            logger.warning("a step held %s more than its gpu_budget: less is kept from now on", short_size(over))
             self._keep_less(over, held_bytes)
         self._num_since_trim = 0
         self._in_force.clear_allocator()  # otherwise an evaluation or an optimizer has left more in it

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from offload_engine.sizes import format_bytes
+from offload_engine.sizes import short_size
 
 _GROUPS: Final = "groups of saved tensors"
 _ELSE: Final = "all else that is allocated"
@@ -41,22 +41,22 @@ def shortage_text(budget_bytes: int, expected: MemoryParts | None, found: Memory
         expected: by the plan; None: there was none yet.
         found: the peaks when memory ran out.
     """
-    begin = f"gpu_budget is {format_bytes(budget_bytes)}"
+    begin = f"gpu_budget is {short_size(budget_bytes)}"
     there = f"When memory ran out there were {_listed(found)}"
     if expected is None:
         return (
             f"{begin}, and nothing was planned yet: everything was being offloaded. {there}. Offload or recompute more "
             "modules, use smaller microbatches or shorter sequences, or shard the model further"
         )
-    plan = f"{begin}, and the plan expected {format_bytes(expected.total)} at the most: {_listed(expected)}"
+    plan = f"{begin}, and the plan expected {short_size(expected.total)} at the most: {_listed(expected)}"
     grown = {name: have - had for name, have, had in zip(_WHY, found, expected, strict=True)}
     most = max(grown, key=lambda name: grown[name])
     if grown[most] <= 0:
         return f"{plan}. {there}: none has grown, so the budget is more than this GPU has free. Lower it"
     return (
-        f"{plan}. {there}. {most[0].upper()}{most[1:]} has grown the most, by {format_bytes(grown[most])}: {_WHY[most]}"
+        f"{plan}. {there}. {most[0].upper()}{most[1:]} has grown the most, by {short_size(grown[most])}: {_WHY[most]}"
     )
 
 
 def _listed(parts: MemoryParts) -> str:
-    return ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in zip(_WHY, parts, strict=True))
+    return ", ".join(f"{short_size(nbytes)} of {name}" for name, nbytes in zip(_WHY, parts, strict=True))

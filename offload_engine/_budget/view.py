@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 from offload_engine._budget.decide import Decider, step_ms_of
 from offload_engine._budget.hold_times import HoldTimes
@@ -17,10 +16,9 @@ from offload_engine._budget.state import State
 from offload_engine._budget.summary import BudgetSummary, Measured, figures_of, summary_of
 from offload_engine._budget.tables import StageBudget, budgets_text, groups_of
 from offload_engine._devices.base import MemoryGauge
+from offload_engine.sizes import fine_size
 
 logger = logging.getLogger(__name__)
-
-_GIB: Final = 1 << 30
 
 
 class BudgetView:
@@ -107,11 +105,11 @@ class BudgetView:
         chosen = self.decider.chosen
         assert chosen is not None
         logger.info(
-            "gpu_budget %.2f GiB: predicted %.2f GiB and %.1f ms, measured %.2f GiB and %.1f ms",
-            self.decider.budget_bytes / _GIB,
-            chosen.best.held_bytes / _GIB,
+            "gpu_budget %s: predicted %s and %.1f ms, measured %s and %.1f ms",
+            fine_size(self.decider.budget_bytes),
+            fine_size(chosen.best.held_bytes),
             chosen.step_ms,
-            self.measured.held_bytes / _GIB,
+            fine_size(self.measured.held_bytes),
             self.measured.milliseconds,
         )
 

@@ -17,6 +17,7 @@ from offload_engine._devices.base import Device, Event
 from offload_engine._devices.regions import HostRegion
 from offload_engine._host.slabs import HostSlabs
 from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine.counted import counted
 from offload_engine.errors import OffloadError
 
 MIB = 1 << 20
@@ -236,8 +237,8 @@ class HostPool:
         self._drain()
         if self._num_leases:
             raise RuntimeError(
-                f"host pool closed with {self._num_leases} leases ({self._lent_bytes:,} bytes) not returned. "
-                "Finish the iteration or call reset_iteration() first."
+                f"host pool closed with {counted(self._num_leases, 'lease')} ({self._lent_bytes:,} bytes) not "
+                "returned. Finish the iteration or call reset_iteration() first."
             )
         with self._lock:
             self._closed = True

@@ -11,6 +11,7 @@ import torch
 
 from offload_engine._compat import torch_private
 from offload_engine.config import OffloadConfig
+from offload_engine.counted import counted
 from offload_engine.policies import ResidentBudget
 from offload_engine.sizes import short_size
 from offload_engine.stats import IterationStats
@@ -77,8 +78,8 @@ def _host_text(stats: IterationStats, limit_bytes: int | None) -> str:
     share = "this process's share of the node's memory"
     limit = share if limit_bytes is None else f"host_limit_bytes={short_size(limit_bytes)}"
     return (
-        f"{stats.num_host_limit_groups} of {stats.num_groups} groups stayed on the device: the host tier had no room "
-        f"for them within {limit}. Raise host_limit_bytes, free host memory, or offload less."
+        f"{stats.num_host_limit_groups} of {counted(stats.num_groups, 'group')} stayed on the device: the host tier "
+        f"had no room for them within {limit}. Raise host_limit_bytes, free host memory, or offload less."
     )
 
 
@@ -92,9 +93,9 @@ def _budget_text(limit_bytes: int, mean_bytes: int, stats: IterationStats) -> st
 
 def _nothing_text(stats: IterationStats) -> str:
     return (
-        f"nothing moved: the {short_size(stats.managed_bytes)} saved in {stats.num_groups} groups stay on the device, "
-        "because their backward comes at once or all of it fits into the bounds of the policy. With so few layers or "
-        "so large a bound, offload gains nothing."
+        f"nothing moved: the {short_size(stats.managed_bytes)} saved in {counted(stats.num_groups, 'group')} stay on "
+        "the device, because their backward comes at once or all of it fits into the bounds of the policy. With so few "
+        "layers or so large a bound, offload gains nothing."
     )
 
 
@@ -111,10 +112,10 @@ def _in_vain_text(stats: IterationStats) -> str:
 
 
 def _late_text(stats: IterationStats) -> str:
+    late, moved = counted(stats.prefetch_misses, "storage"), counted(stats.num_offloaded_groups, "group")
     return (
-        f"compute waits for copies: {stats.prefetch_misses} storages were still on the host when their backward began, "
-        f"with {stats.num_offloaded_groups} groups moved. Move less, or raise the horizon (FixedBounds(horizon_bytes="
-        "...), --offload-horizon-bytes); see docs/troubleshooting.md."
+        f"compute waits for copies: {late} came back after the backward had begun, with {moved} moved. Move less, or "
+        "raise the horizon (FixedBounds(horizon_bytes=...), --offload-horizon-bytes); see docs/troubleshooting.md."
     )
 
 

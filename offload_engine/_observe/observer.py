@@ -20,6 +20,7 @@ from offload_engine._observe.recorder import Recorder
 from offload_engine._observe.report import counts_of, report_table, summary_of_stats
 from offload_engine._observe.waits import PendingTimes, WaitTimer, times_of
 from offload_engine.config import OffloadConfig
+from offload_engine.counted import counted
 from offload_engine.sizes import short_size
 from offload_engine.stats import IterationStats, StepTimes
 
@@ -133,8 +134,8 @@ class Observer:
             return stats.line(self.times)
         movable = short_size(stats.managed_bytes - stats.kept_bytes)
         return (
-            f"dry run: {stats.num_groups} groups saved {short_size(stats.managed_bytes)} in a step, of which {movable} "
-            "would leave the device and come back; nothing was moved"
+            f"dry run: {counted(stats.num_groups, 'group')} saved {short_size(stats.managed_bytes)} in a step, of "
+            f"which {movable} would leave the device and come back; nothing was moved"
         )
 
     def report(self, stats: IterationStats) -> str:

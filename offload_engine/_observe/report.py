@@ -14,6 +14,7 @@ from rich.table import Table
 from offload_engine._observe.fold import ModuleRow, ModuleSums, RankSums, fold, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import ADVICE
 from offload_engine._observe.record import StepRecord
+from offload_engine.counted import counted
 from offload_engine.sizes import short_size
 from offload_engine.stats import IterationStats
 
@@ -39,13 +40,13 @@ def why_text(records: Sequence[StepRecord], pattern: str = "") -> str:
 
 def summary_of_stats(stats: IterationStats) -> str:
     """Summarize the counters of an iteration that was not recorded."""
-    lines = [f"{stats.num_offloaded_groups} of {stats.num_groups} groups offloaded: {stats}"]
+    lines = [f"{stats.num_offloaded_groups} of {counted(stats.num_groups, 'group')} offloaded: {stats}"]
     if stats.num_kept_groups:
-        lines.append(
-            f"{stats.num_kept_groups} groups kept, {short_size(stats.kept_bytes)}: their backward comes at once"
-        )
+        kept = counted(stats.num_kept_groups, "group")
+        lines.append(f"{kept} kept, {short_size(stats.kept_bytes)}: the backward comes at once")
     if stats.num_host_limit_groups:
-        lines.append(f"{stats.num_host_limit_groups} groups stayed, the host tier had no room: raise host_limit_bytes")
+        stayed = counted(stats.num_host_limit_groups, "group")
+        lines.append(f"{stayed} stayed, the host tier had no room: raise host_limit_bytes")
     if stats.prefetch_misses:
         lines.append("late: their backward waited for the whole copy. Raise horizon_bytes, or offload less")
     if not stats.num_offloaded_groups and stats.num_groups:

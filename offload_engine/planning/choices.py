@@ -37,7 +37,8 @@ class Slot(NamedTuple):
     """Position among the groups of this name in this layer, from 0."""
 
     def __str__(self) -> str:
-        return f"{self.stage} {self.layer} {self.name} {self.part}"
+        layer = "" if self.layer < 0 else f"layer {self.layer}, "
+        return f"stage {self.stage}, {layer}{self.name}, part {self.part}"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from offload_engine.planning.predict import Costs, Prediction, Predictor, held_w
 from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly, first_layers, recomputing
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.planning.worth import ms_per_byte, order_to_keep, peak_costs
+from offload_engine.sizes import fine_size
 
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 2
@@ -165,18 +166,15 @@ def below_floor_text(budget_bytes: int, lowest: Prediction, model: MemoryModel) 
     if model.has_groups_alone:
         rest, more = " (saved tensors in use or being copied; without a GPU nothing else counts)", "recompute"
     else:
-        other = _size(floor_bytes - lowest.resident_bytes)
+        other = fine_size(floor_bytes - lowest.resident_bytes)
         rest = f", of which {other} are weights, gradients, optimizer state and other memory that is not offloaded"
         more = "offload or recompute"
+    has, lacks, takes = map(fine_size, (budget_bytes, floor_bytes - budget_bytes, floor_bytes))
     return (
-        f"gpu_budget is {_size(budget_bytes)}, {_size(floor_bytes - budget_bytes)} less than the {_size(floor_bytes)} "
-        f"of a step with everything {how}{rest}. Raise the budget, {more} more modules, use smaller microbatches or "
+        f"gpu_budget is {has}, {lacks} less than the {takes} of a step "
+        f"with everything {how}{rest}. Raise the budget, {more} more modules, use smaller microbatches or "
         "shorter sequences, or shard the model further"
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):,.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):,.2f} MiB"
 
 
 class _Chooser:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from offload_engine.counted import counted
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot
 
 _VERSION: Final = 3
@@ -123,10 +124,10 @@ def check_same_model(saved: SavedPlan, slots: Collection[Slot], source: str) -> 
     unknown = here - allowance.slots
     if not missing and not unknown:
         return
-    what = f"names a group {min(missing)}" if missing else f"has no group {min(unknown)}"
+    what = f"names a group that is not here ({min(missing)})" if missing else f"does not name a group ({min(unknown)})"
     raise ValueError(
-        f"{source} is of another model or layout: it {what} (stage, layer, name, part), and has {len(allowance.slots)} "
-        f"groups, this rank {len(here)}. Remove it, and a new one is made"
+        f"{source} is of another model or layout: it {what}, and has {counted(len(allowance.slots), 'group')}, this "
+        f"rank {len(here)}. Remove it, and a new one is made"
     )
 
 

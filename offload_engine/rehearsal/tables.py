@@ -10,7 +10,9 @@ from rich.table import Table
 
 from offload_engine._budget.picture import Mark, Point, draw_budgets
 from offload_engine._budget.tables import group_table, groups_of
+from offload_engine.counted import counted
 from offload_engine.rehearsal.forecast import Forecast, StepForecast
+from offload_engine.sizes import fine_size
 
 _WIDTH = 120
 _GIB = 1 << 30
@@ -60,12 +62,12 @@ def _point(forecast: Forecast, step: StepForecast) -> Point:
 def _machine(forecast: Forecast) -> str:
     hardware = forecast.hardware
     source = "" if hardware.source == "measured" else " (datasheet: rates are scaled, not measured)"
-    nodes = -(-forecast.num_gpus // forecast.gpus_of_node)
+    gpus = counted(forecast.num_gpus, "GPU")
+    nodes = counted(-(-forecast.num_gpus // forecast.gpus_of_node), "node")
     return (
-        f"{forecast.num_gpus} GPUs on {nodes} node(s) of {hardware.name}{source}: {_gib(forecast.budget_bytes)} of "
-        f"{hardware.gpu_gib:g} GiB of each GPU, {hardware.host_gib:,g} GiB a host, copies at "
-        f"{forecast.link.out_gbps:.1f} GB/s out and {forecast.link.in_gbps:.1f} GB/s in while "
-        f"{forecast.gpus_of_node} GPU(s) of the host copy"
+        f"{gpus} on {nodes} of {hardware.name}{source}: {_gib(forecast.budget_bytes)} of {hardware.gpu_gib:g} GiB of "
+        f"each GPU, {hardware.host_gib:,g} GiB a host, copies at {forecast.link.out_gbps:.1f} GB/s out and "
+        f"{forecast.link.in_gbps:.1f} GB/s in, of {counted(forecast.gpus_of_node, 'GPU')} of the host at once"
     )
 
 
@@ -131,7 +133,7 @@ def _verdict(forecast: Forecast) -> str:
     if missing <= 0:
         return f"It does not fit: {least.name} needs {_gib(least.host_bytes)} GiB of host memory on each node."
     return (
-        f"It does not fit {forecast.hardware.name}: even with {least.name} {_gib(missing)} GiB are missing. Use more "
+        f"It does not fit {forecast.hardware.name}: {fine_size(missing)} are missing even with {least.name}. Use more "
         "GPUs, smaller microbatches, shorter sequences, or other GPUs."
     )
 

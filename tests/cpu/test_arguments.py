@@ -99,7 +99,7 @@ def test_fields_are_there_as_long_as_applied(config_class: Any) -> None:
         ({"offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11}, "nothing could ever be offloaded"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "own fine_grained_activation"),
-        ({"offload_recompute": "auto"}, "^offload_recompute=auto is about what a budget decides: give --offload-gpu"),
+        ({"offload_recompute": "auto"}, "^offload_recompute=auto needs a budget: give --offload-gpu"),
         ({"offload_gpu_budget": "1G", "offload_recompute": "on"}, "^offload_recompute must be one of auto, off, got"),
     ],
 )
@@ -209,8 +209,8 @@ def on_a_gpu_of(nbytes: int) -> Iterator[None]:
             ({"offload_gpu_budget": "60GiB", f"offload_{name}_bytes": 1}, f"decides what stays.*{name}_bytes=1: omit o")
             for name in ("resident", "horizon", "max_inflight")
         ),
-        ({"offload_plan": "f"}, "offload_plan=f is about what a budget decides: give .* omit --offload-plan"),
-        ({"offload_plan_plot": "f"}, "offload_plan_plot=f is about what a budget decides: give .* omit --off"),
+        ({"offload_plan": "f"}, "offload_plan=f needs a budget: give .* omit --offload-plan"),
+        ({"offload_plan_plot": "f"}, "offload_plan_plot=f needs a budget: give .* omit --off"),
     ],
 )
 def test_what_budgets_exclude_or_need(settings: dict[str, Any], message: str, applied: Handle) -> None:

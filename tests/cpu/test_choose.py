@@ -527,7 +527,7 @@ def test_slots_count_the_groups_of_one_name_in_one_layer_and_each_has_a_choice()
     choices = Choices(frozenset({UP}), frozenset({DOWN}))
     found = [choices.of(slot) for slot in (UP, DOWN, Slot(0, 1, "up", 0))]
     assert found == [Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD] and choices and not Choices()
-    with pytest.raises(ValueError, match="0 0 up 0 is kept and recomputed: choose one"):
+    with pytest.raises(ValueError, match="stage 0, layer 0, up, part 0 is kept and recomputed: choose one"):
         Choices(frozenset({UP}), frozenset({UP}))
 
 

@@ -22,7 +22,7 @@ from offload_engine._devices import CpuDevice
 from offload_engine.config import MIB, OffloadConfig
 from offload_engine.frontends._common.device import _compute_devices, device_for
 from offload_engine.policies import ResidentBudget
-from offload_engine.sizes import Size, parse_bytes, parse_size
+from offload_engine.sizes import Size, fine_size, parse_bytes, parse_size, short_size
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,12 @@ def test_sizes_of_a_command_line_are_taken_as_people_type_them() -> None:
     for text, message in (("x", "'x' is not a size"), ("50%", "'50%' is not a number of bytes")):
         with pytest.raises(ValueError, match=f"^min_tensor_bytes: {message}"):
             OffloadConfig.from_flags(min_tensor_bytes=text)
+
+
+def test_sizes_are_printed_in_the_largest_unit_that_they_reach() -> None:
+    sizes = (12 << 30) + (2 << 28), 383 << 20, 5 << 19, 12 << 10, 1, 0
+    assert [*map(short_size, sizes)] == ["12.50 GiB", "383 MiB", "2 MiB", "12 KiB", "1 byte", "0 bytes"]
+    assert [*map(fine_size, sizes)] == ["12.50 GiB", "383.00 MiB", "2.50 MiB", "12.00 KiB", "1 byte", "0 bytes"]
 
 
 def test_a_budget_may_be_text_and_stays_text_where_it_depends_on_a_gpu() -> None:

@@ -63,7 +63,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("num_layers", "settings", "num_steps", "warning"),
     [
         (6, {"host_limit_bytes": MIB}, 3, "the host tier had no room.*host_limit_bytes=1 MiB"),
-        (6, {"policy": ResidentBudget(1)}, 2, "a budget of 1 bytes.*is less than one group"),
+        (6, {"policy": ResidentBudget(1)}, 2, "a budget of 1 byte for.*is less than one group"),
         (6, {"policy": ResidentBudget(GIB)}, 2, "^nothing moved: the .*offload gains nothing"),
         # Two fit into the default budget, but of the first one half has left before that is known.
         (2, {}, 6, "^nothing (is gained|moved)"),

@@ -105,7 +105,7 @@ def test_what_is_refused() -> None:
     [lease] = lend_all(pool, 10)
     with pytest.raises(AssertionError, match="did not lend it"):
         other.return_lease(lease)
-    with pytest.raises(RuntimeError, match=r"1 leases \(10 bytes\) not returned.*reset_iteration"):
+    with pytest.raises(RuntimeError, match=r"1 lease \(10 bytes\) not returned.*reset_iteration"):
         pool.close()
     pool.return_lease(lease)
     with pytest.raises(AssertionError, match=r"HostLease\(10 bytes, slab 0 at 0, returned, 0 events\) was returned tw"):

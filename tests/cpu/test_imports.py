@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # the package's; "." is the package itself.
 LAYERS = {
     "offload_engine": """
-        meter output policies schedule sizes gpu_budget traits stats planning planning.moves planning.segments
+        meter output counted policies schedule sizes gpu_budget traits stats planning planning.moves planning.segments
         planning.allocations _compat _compat.build _compat.smp _compat.te_base _compat.torch_private
         _compat.tensor_reads _compat._tensor_reads _compat.reads _compat.own_hooks config planning.clocks
         planning.shapes planning.hardware planning.choices planning.saved_plan planning.copy_ins planning.plan

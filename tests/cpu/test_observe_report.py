@@ -27,10 +27,11 @@ from offload_engine._observe.record import (
     StepRecord,
     WaitRecord,
 )
-from offload_engine._observe.report import moves_text, report_table, why_text
+from offload_engine._observe.report import moves_text, report_table, summary_of_stats, why_text
 from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.rank_reports import RankReports
 from offload_engine.report import main
+from offload_engine.stats import IterationStats
 
 MIB = 1 << 20
 NUM_LAYERS = 4
@@ -79,6 +80,16 @@ def test_the_report_has_both_tables_and_shows_the_worst_of_ranks_with_the_same_s
     assert cells_of(total)[4:] == ["8", "6.0", "2.0", "0.0", "not asked for 2.0", "3.0"]
     link = ["0, 3", "1", "20.0", "11.4", "0.4", "50%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
     assert cells_of(lines[-2]) == link
+
+
+def test_one_group_is_no_groups() -> None:
+    stats = IterationStats(num_groups=1, num_kept_groups=1, kept_bytes=MIB, managed_bytes=MIB, num_host_limit_groups=2)
+    lines = summary_of_stats(stats).splitlines()
+    assert lines[0].startswith("0 of 1 group offloaded: moved nothing of the 1 MiB saved in 1 group; ")
+    assert lines[1:3] == [
+        "1 group kept, 1 MiB: the backward comes at once",
+        "2 groups stayed, the host tier had no room: raise host_limit_bytes",
+    ]
 
 
 # ---- the command ----

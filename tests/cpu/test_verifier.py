@@ -90,8 +90,8 @@ def test_keeps_the_floor_and_says_so_where_it_is_above_the_budget(
     """One that only lacks the margin is within the budget: the warning would name the lowest budget below it."""
     verifier, decider = verifier_of(BUDGET, is_at_floor=True, margin_bytes=margin)
     assert verifier.judge(Excess(error)) is None and decider.asked == [f"take in {error}"]
-    assert [f"gpu_budget is {BUDGET / 2**20:,.2f} MiB" in each.message for each in caplog.records] == [True] * error
-    assert all("of which 0.25 MiB are weights" in each.message for each in caplog.records)
+    assert ["gpu_budget is 256.00 KiB, " in each.message for each in caplog.records] == [True] * error
+    assert all("of which 256.00 KiB are weights" in each.message for each in caplog.records)
 
 
 def test_what_a_floor_that_recomputes_reserves_in_vain_is_noted_for_its_decision() -> None:

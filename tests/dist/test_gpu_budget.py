@@ -462,8 +462,12 @@ def test_a_plan_of_another_model_on_one_rank_ends_all(tmp_path: Path) -> None:
         [line.replace(old, '[0, 7, "mlp_fc2"') for line in lines],
     )
     for changed, reason, told_others in (
-        (without, "it has no group 0 1 mlp_fc2 0 (stage, layer,", "another rank rejects"),
-        (other, "it has a group 0 7 mlp_fc2 0", "pipeline rank 1: --offload-plan"),  # before the first step
+        (without, "it does not name a group (stage 0, layer 1, mlp_fc2, part 0), and has", "another rank rejects"),
+        (
+            other,
+            "it names a group that is not here (stage 0, layer 7, mlp_fc2, part 0), and",
+            "pipeline rank 1: --offload-plan",
+        ),  # before the first step
     ):
         torch.distributed.barrier()
         if is_last_rank():
