@@ -218,6 +218,12 @@ def assert_same_training(job: Job, reference: Job) -> None:
 
 
 @pytest.fixture
+def same_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change no decision by the times of steps, which a busy machine makes random."""
+    monkeypatch.setattr("offload_engine._budget.decide._WORTH_A_CHANGE", 0.0)
+
+
+@pytest.fixture
 def prompt_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Complete each copy-out before the next boundary, however late its thread gets a core of a busy machine."""
     copy_out = CpuDevice.copy_out
@@ -472,6 +478,7 @@ def on_gpu(budget: int, in_floor: int = KIB, *of_steps: int, base: int = BASE) -
 
 
 @pytest.mark.parametrize("before", [0, 10], ids=["", "much was reserved before"])
+@pytest.mark.usefixtures("same_decision")
 def test_what_is_reserved_and_not_allocated_counts(before: int) -> None:
     reference = all_kept(ByHand)
     most = max(reference.peaks)
@@ -604,6 +611,7 @@ def test_the_first_decision_leaves_a_part_of_what_the_floor_reserves_in_vain() -
 @pytest.mark.parametrize(
     ("halves", "num_verified"), [((1, 6, 2), 4), ((6, 2), 3)], ids=["in its second step", "in its first step"]
 )
+@pytest.mark.usefixtures("same_decision")
 def test_a_decision_that_reserves_too_much_in_vain_is_corrected(halves: tuple[int, ...], num_verified: int) -> None:
     """The second step with a decision held 1,000 MiB more than the first: full segments had been split by then."""
     wasted = 100 * KIB
@@ -614,6 +622,7 @@ def test_a_decision_that_reserves_too_much_in_vain_is_corrected(halves: tuple[in
     assert job.moved[3] < job.moved[-1] and gauge.held_bytes() <= budget
 
 
+@pytest.mark.usefixtures("same_decision")
 def test_a_peak_between_two_steps_changes_no_decision_and_growth_of_all_else_keeps_less() -> None:
     most = most_of()
     budget = BASE + KIB + round(0.8 * most)
@@ -630,12 +639,6 @@ def test_a_peak_between_two_steps_changes_no_decision_and_growth_of_all_else_kee
     job.steps(3)
     assert job.states[-1] is State.HOLD and job.moved[-1] > job.moved[5]
     assert gauge.held_bytes() <= budget
-
-
-@pytest.fixture
-def same_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change no decision by the times of steps, which a busy machine makes random."""
-    monkeypatch.setattr("offload_engine._budget.decide._WORTH_A_CHANGE", 0.0)
 
 
 @pytest.mark.usefixtures("same_decision")
