@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from offload_engine._budget.agreement import Agree, agreed_job, agreed_model
 from offload_engine._budget.garbage import no_collections
+from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.times import action_times, timed_parts, with_times
 from offload_engine._devices.base import MemoryGauge
@@ -45,7 +46,7 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
         recorder: of the step; blocks until the device has come to its end.
         gauge: not reset since the step ended.
         agree: with the other ranks that decide alike.
-        is_early_certain: see `make_memory_model`; False where groups alone are measured.
+        is_early_certain: see `make_memory_model`.
     """
     # Where groups alone are measured, none are left between steps; the gauge has the peak of the whole step.
     between = gauge.peak_bytes() if is_early_certain else 0
