@@ -58,9 +58,10 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, timed)))
     took_us = agree(tuple(round(_US * ms) for ms in action_times(job.actions, timed)))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
-    model = (
-        make_memory_model(job, memory, is_early_certain=True) if is_early_certain else make_groups_model(job, memory)
-    )
+    if isinstance(gauge, ResidentGauge):
+        model = make_groups_model(job, memory)
+    else:
+        model = make_memory_model(job, memory, is_early_certain=is_early_certain)
     whole = recorder.allocations()
     recorded = None if whole is None else shortened_record(whole, job)
     num_events = 0 if recorded is None else recorded.most_events
