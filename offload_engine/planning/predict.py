@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
@@ -250,10 +250,18 @@ def held_with(model: MemoryModel, steps: Steps, decision: Decision, wasted_bytes
 
 def improving(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
     """Return the predictions that no other beats in both memory and time, ordered by memory."""
-    found: list[Prediction] = []
-    for each in sorted(predictions, key=lambda each: (each.held_bytes, each.step_ms)):
-        if not found or each.step_ms < found[-1].step_ms:
-            found.append(each)
+    return frontier(predictions, lambda each: (each.held_bytes, each.step_ms))
+
+
+def frontier(steps: Iterable[S], held_bytes_and_ms: Callable[[S], tuple[int, float]]) -> tuple[S, ...]:
+    """Return the steps that no other beats in both memory and time, ordered by memory."""
+    found: list[S] = []
+    shortest_ms = float("inf")
+    for step in sorted(steps, key=held_bytes_and_ms):
+        step_ms = held_bytes_and_ms(step)[1]
+        if step_ms < shortest_ms:
+            found.append(step)
+            shortest_ms = step_ms
     return tuple(found)
 
 
@@ -286,6 +294,7 @@ def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: floa
 
 
 K = TypeVar("K")
+S = TypeVar("S")
 N = TypeVar("N", int, float)
 
 

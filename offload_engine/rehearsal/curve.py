@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from offload_engine.planning.predict import frontier
 from offload_engine.rehearsal.chosen import RankChooser
 from offload_engine.rehearsal.forecast import Forecast, StepForecast, step_with
 
@@ -23,18 +24,10 @@ def with_curve(forecast: Forecast, choosers: Sequence[RankChooser]) -> Forecast:
     lowest, tops = zip(*(chooser.ends for chooser in choosers), strict=True)
     low, high = max(lowest), max(tops)
     steps = [_step_within(forecast, choosers, low + (high - low) * part // _PARTS) for part in range(_PARTS + 1)]
-    return forecast._replace(curve=_improving([step for step in steps if step is not None]))
+    found = [step for step in steps if step is not None]
+    return forecast._replace(curve=frontier(found, lambda step: (step.gpu_bytes, step.milliseconds)))
 
 
 def _step_within(forecast: Forecast, choosers: Sequence[RankChooser], budget_bytes: int) -> StepForecast | None:
     chosen = [best for chooser in choosers if (best := chooser.within(budget_bytes)) is not None]
     return step_with(forecast, chosen) if len(chosen) == len(choosers) else None
-
-
-def _improving(steps: Sequence[StepForecast]) -> tuple[StepForecast, ...]:
-    """Return the steps that no other beats in both memory and time, by memory."""
-    found: list[StepForecast] = []
-    for step in sorted(steps, key=lambda step: (step.gpu_bytes, step.milliseconds)):
-        if not found or step.milliseconds < found[-1].milliseconds:
-            found.append(step)
-    return tuple(found)
