@@ -20,7 +20,7 @@ from offload_engine._budget.agreement import (
 from offload_engine._budget.allowing import TOLERANCE, allowance_of
 from offload_engine._budget.floor import FloorSteps
 from offload_engine._budget.known import Known
-from offload_engine._budget.learn import learned
+from offload_engine._budget.learn import Learned, learned
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.module_runs import ModuleRuns
@@ -194,7 +194,7 @@ class Decider:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
         found = learned(job, recorder, gauge, self.agree, self._is_early_certain)
-        link = agreed_link(self.agree, _measured_link(self._context, found.job.shapes, meet, self.start_together))
+        link = _measured_link(self, found, meet)
         options = agreed_options(self.agree, self.find_options(found.job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
         waited_ms = found.waited_ms if self.stages.is_pipeline else None
@@ -305,13 +305,16 @@ class Decider:
         return () if self.known is None else self.known.job.shapes
 
 
-def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_together: Callable[[], None]) -> Link:
+def _measured_link(decider: Decider, found: Learned, meet: Agree) -> Link:
     def start() -> None:
         meet((0,))  # until all ranks are about to copy
-        start_together()
+        decider.start_together()
 
+    context = decider._context
     streams = context.copy_out_stream, context.copy_in_stream
-    return measure_link(context.device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
+    nbytes = min(_LINK_BYTES, max(1, largest_bytes(found.job.shapes)))
+    link = measure_link(context.device, streams, nbytes, start)
+    return agreed_link(decider.agree, link, found.copied_share)
 
 
 def _choose(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final, NamedTuple
 
-from offload_engine._budget.agreement import Agree, agreed_job, agreed_model
+from offload_engine._budget.agreement import Agree, agreed_job, agreed_model, agreed_times
 from offload_engine._budget.garbage import no_collections
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
@@ -35,6 +35,8 @@ class Learned(NamedTuple):
     """How long compute waited for copies."""
     took_ms: tuple[float, ...]
     """How long each of its actions took."""
+    copied_share: float
+    """Share of the bytes of `job` that a rank copies at most."""
 
 
 @no_collections()
@@ -55,8 +57,9 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     waits = recorder.waits()
     recorder.close()
     timed = timed_parts(job.shapes, recorder.intervals(), waits)
-    job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, timed)))
-    took_us = agree(tuple(round(_US * ms) for ms in action_times(job.actions, timed)))
+    agreed = agreed_job(agree, with_times(job.shapes, timed))
+    job = dataclasses.replace(job, shapes=agreed.shapes)
+    took_ms = agreed_times(agree, action_times(job.actions, timed))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     if isinstance(gauge, ResidentGauge):
         model = make_groups_model(job, memory)
@@ -71,6 +74,6 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     wasted, lacks_record, most_events, some_have_lags, waited_us = agree(own)
     if recorded is not None:
         recorded.most_events, recorded.has_lags = most_events, bool(some_have_lags)
+        recorded.own_share = agreed.own_share
     model = agreed_model(agree, model, step_boundaries(job.actions, job.shapes))
-    took_ms = tuple(each / _US for each in took_us)
-    return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US, took_ms)
+    return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US, took_ms, agreed.most_share)

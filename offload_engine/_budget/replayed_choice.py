@@ -22,8 +22,11 @@ from offload_engine.sizes import short_size
 _MOST_EVENTS: Final = 120_000
 """Of all replays: these take about 0.4 seconds."""
 _MOST_REPLAYS: Final = 16
-_LEAST_REPLAYS: Final = 2
-"""Of the floor, and of what is chosen: where there is no time for both, one would be in vain."""
+_LEAST_REPLAYS: Final = 8
+"""Even if they take longer. (With fewer, some budgets of recorded pipelines were left with a step that was replayed
+only because it is the lowest one, a third slower than the best that fits.)"""
+_TOO_MANY_EVENTS: Final = 60_000
+"""Of one replay: these would take seconds."""
 _MOST_ROOMS: Final = 3
 _ROOM_STEPS: Final = 20
 _WORTH_TRYING: Final = 1 / 256
@@ -68,9 +71,11 @@ class ReplayedChoice:
         self._steps = predictor().steps
         self._limit_bytes = limit_bytes
         self._found: dict[Decision, Reserved] = {}  # of this rank
+        self._lacking: dict[Decision, int] = {}  # bytes that this rank has less than another one may have
         self._lacked_bytes = 0  # by a step that has fitted, for its arena
         self._agree = agree
-        self._num_left = min(_MOST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events))
+        self._num_left = min(_MOST_REPLAYS, max(_LEAST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events)))
+        self._is_too_long = recorded.most_events > _TOO_MANY_EVENTS
 
     def choose(self, choose_by: Callable[[int | None, int], Chosen], *, is_free: bool) -> Chosen | None:
         """Return a choice that was replayed, and fits; if none does, the lowest one. None: replays are of no use.
@@ -80,9 +85,9 @@ class ReplayedChoice:
                 how much of the budget it must leave.
             is_free: it may choose what is recomputed.
         """
-        if self._num_left < _LEAST_REPLAYS:
+        if self._is_too_long:
             return None
-        if is_free and self._num_left > _LEAST_REPLAYS:
+        if is_free:
             self._replay_lowest()
         chosen: Chosen | None = None
         for num_others in reversed(range(_MOST_ARENAS - self._recorded.has_lags)):  # whose arenas take more replays
@@ -178,7 +183,7 @@ class ReplayedChoice:
         must_fit |= decision == chosen.floor.decision
         arena = arena_for(replay, found, room, must_fit=must_fit)
         [more] = self._agree((arena.more_bytes,))
-        steps.arena_bytes[decision] = arena.nbytes
+        steps.arena_bytes[decision] = arena.nbytes + self._lacking.get(decision, 0)
         steps.wasted_bytes[decision] += more
         self._lacked_bytes = max(self._lacked_bytes, more - room)
         return chosen._replace(best=self._predictor().predict(decision))
@@ -213,10 +218,13 @@ class ReplayedChoice:
         found = replay.reserved()
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
-        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * peak
-        own, tight = 0, None
+        share = self._recorded.own_share
+        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * share * peak
+        own, lacking, tight = 0, 0, None
         if found is not None and is_sound:
-            own = found.reserved_bytes - peak
+            # Where ranks differ, this one may have as much as another one in the next step.
+            lacking = max(0, peak - found.peak_bytes) if share < 1 else 0
+            own = found.reserved_bytes + lacking - peak
             tight = self._tight(replay, found, decision, own)
         least = own + tight.more_bytes if tight else own
         wasted, least, is_unsound = self._agree((own, least, int(not is_sound)))
@@ -225,11 +233,12 @@ class ReplayedChoice:
             self.is_sound = False
             return
         assert found is not None
-        self._found[decision] = found
+        self._found[decision], self._lacking[decision] = found, lacking
         is_tight = self._over(decision, wasted) > 0 >= self._over(decision, least)
         steps.wasted_bytes[decision] = least if is_tight else wasted
         if is_tight:
-            steps.arena_bytes[decision] = tight.nbytes if tight else with_spare(found.arena_bytes, replay.spare_share)
+            arena = tight.nbytes if tight else with_spare(found.arena_bytes, replay.spare_share)
+            steps.arena_bytes[decision] = arena + lacking
 
     def _tight(self, replay: Replay, found: Reserved, decision: Decision, wasted_bytes: int) -> Arena | None:
         """Return a smaller arena for a step that would fit with it; None: there is none, or the usual one fits."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine.planning.predict import frontier
+from offload_engine.planning.frontier import frontier
 from offload_engine.rehearsal.chosen import RankChooser
 from offload_engine.rehearsal.forecast import Forecast, StepForecast, step_with
 

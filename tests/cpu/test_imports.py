@@ -35,7 +35,8 @@ LAYERS = {
         _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices _host
         _host.try_lock _host.unawaited _host.extents planning.host_bytes planning.simulated planning.simulate
         planning.slowed planning.pipeline planning.steps planning.reduced planning.performed planning.replay
-        planning.fitted planning.predict planning.worth planning.by_name planning.choose planning.shortened
+        planning.fitted planning.frontier planning.predict planning.worth planning.by_name planning.choose
+        planning.shortened
         _host.slabs _host.pool _host.leases _saved _saved.places _saved.storage _saved.alloc_streams
         _saved.failures _saved.retirement _saved.counters _saved.handles _saved.unpacked _saved.eligibility
         _saved.quantized _saved.transfers _captured _captured.graphs _captured.saves _captured.share

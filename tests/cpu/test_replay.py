@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ from offload_engine.planning.reduced import ReducedJob
 from offload_engine.planning.replay import LEAD, Replay
 from offload_engine.planning.segments import SPARE_SHARE, Block, Reserved, Segment, segment_bytes, with_spare
 from offload_engine.planning.shapes import ChunkShape, GroupShape, step_boundaries
-from offload_engine.planning.shortened import shortened, shortened_record
+from offload_engine.planning.shortened import _filling, _num_alive, shortened_record
 from offload_engine.planning.steps import Decision, Steps
 from offload_engine.rehearsal.allocated import AllocatedBytes
-from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
+from offload_engine.schedule import Action, ChunkKey, interleaved, one_forward_one_backward
 from tests.engine_on_clocks import ClockDevice
 from tests.lookups import present
 
@@ -354,9 +354,16 @@ def test_of_many_microbatches_few_are_replayed(monkeypatch: pytest.MonkeyPatch) 
     assert shortened_record(dataclasses.replace(step, moments={}), planned).left_out == frozenset()
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize(
+    "actions, num_kept",
+    [
+        (one_forward_one_backward(2, 0, 12), 4),
+        (one_forward_one_backward(3, 0, 12), 6),
+        (interleaved(2, 0, 2, 8), 4),
+    ],
+)
 def test_of_a_long_step_in_a_pipeline_those_are_replayed_that_fill_it(
-    num_stages: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, actions: Sequence[Action], num_kept: int
 ) -> None:
     """One of few events is replayed as it is. Otherwise the arena has more to spare."""
     recorded = list[tuple[RecordedStep, PlannedJob]]()
@@ -368,7 +375,7 @@ def test_of_a_long_step_in_a_pipeline_those_are_replayed_that_fill_it(
         return shortened_record(step, job)
 
     monkeypatch.setattr("offload_engine._budget.learn.shortened_record", noted)
-    job = Job(208 * MIB, monkeypatch, tuple(one_forward_one_backward(num_stages, 0, 12)), (3, 5, 2))
+    job = Job(208 * MIB, monkeypatch, tuple(actions), (3, 5, 2))
     for _ in range(5):
         job.step()
     _, predicted, held = job.steps[4]
@@ -376,15 +383,28 @@ def test_of_a_long_step_in_a_pipeline_those_are_replayed_that_fill_it(
     budget: Any = job.engine.budget
     known, [(step, planned)] = budget.decider.known, recorded
     few = known._recorded
-    kept = {action.chunk.microbatch for action in shortened(planned.actions)}
-    assert few.left_out == set(range(12)) - kept and num_stages < len(kept) <= 6
+    assert few.left_out == {action.chunk.microbatch for action in actions} - set(range(num_kept))
     assert few.most_events < 0.6 * step.most_events and len(few.lives) < 0.6 * len(step.lives)
     for decision in known._steps_of(planned.actions).wasted_bytes:
         nearly, exactly = (Replay(each, planned, decision, known.costs.options) for each in (few, step))
         assert exactly.is_exact and not nearly.is_exact
         found, expected = nearly.reserved(), exactly.reserved()
         assert found is not None and expected is not None and found.peak_bytes == expected.peak_bytes
-        assert found.arena_bytes == pytest.approx(expected.arena_bytes, rel=0.05)
+        assert found.arena_bytes == pytest.approx(expected.arena_bytes, rel=0.06)
+
+
+@pytest.mark.parametrize(("num_stages", "virtual"), [(2, 1), (4, 1), (2, 2), (4, 3)])
+def test_what_fills_a_pipeline_does_not_drain_it_at_once(num_stages: int, virtual: int) -> None:
+    for stage in range(num_stages):
+        if virtual > 1:
+            actions = interleaved(num_stages, stage, virtual, 24)
+        else:
+            actions = one_forward_one_backward(num_stages, stage, 24)
+        few = _filling(actions, _num_alive(actions))
+        assert _num_alive(few) == _num_alive(actions) and len(few) < len(actions)
+        assert "BF" in "".join(action.kind for action in few)
+    all_forwards_first = [Action(kind, ChunkKey(0, number)) for kind in ("F", "B") for number in range(8)]
+    assert _filling(all_forwards_first, 8) == tuple(all_forwards_first)
 
 
 def test_times_are_those_of_the_first_steps_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -715,6 +735,19 @@ def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_
         assert ("predicted by shares" in caplog.text) == (not replays)
 
 
+def test_a_rank_that_has_less_than_others_has_room_for_as_much() -> None:
+    """Experts have more tokens on one rank, and in the next step on another one."""
+    others, share = 2 * GIB, 0.9
+    known, _ = known_with(others, own_share=share)
+    agreed = Agreed()
+    best = known.choose(STEP, 1 << 40, agree=agreed).best
+    found, alone = present(replayed(*of_h200()[:2], best.decision)), known_with()[0].choose(STEP, 1 << 40, agree=tuple)
+    lacking = best.allocated_bytes - found.peak_bytes
+    assert (1 - share) * best.allocated_bytes > lacking > others - GIB // 16
+    assert best.held_bytes == found.reserved_bytes + lacking
+    assert present(best.arena_bytes) == present(alone.best.arena_bytes) + lacking
+
+
 def change_replays(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Reserved, Decision, int | None], Reserved]
 ) -> None:
@@ -952,10 +985,10 @@ def test_the_most_of_all_ranks_counts_and_one_that_cannot_replay_decides_for_all
         assert known.choose(STEP, 1 << 40, agree=Agreed(most)).best.held_bytes == peak + more
 
 
-def test_long_steps_are_replayed_as_often_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_replayed_unless_they_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     num_events = of_h200()[0].num_events
-    for most, num_said in ((2 * num_events, 3), (2 * num_events - 1, 0)):  # with what is said of the arena
-        monkeypatch.setattr("offload_engine._budget.replayed_choice._MOST_EVENTS", most)
+    for most, num_said in ((num_events, 3), (num_events - 1, 0)):  # with what is said of the arena
+        monkeypatch.setattr("offload_engine._budget.replayed_choice._TOO_MANY_EVENTS", most)
         (known, _), agreed = known_with(most_events=num_events), Agreed()
         for num_microbatches in (1, 2):  # of other steps nothing is known
             chosen = known.choose(tuple(one_forward_one_backward(1, 0, num_microbatches)), 1 << 40, agree=agreed)
