@@ -65,7 +65,7 @@ ALSO_COMPILED = (
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 79
+NUM_COMPILED = 78
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 
