@@ -70,10 +70,8 @@ class AgreedJob(NamedTuple):
     """Shapes by which ranks decide alike."""
 
     shapes: Shapes
-    own_share: float
-    """Of all bytes, those that this rank has."""
     most_share: float
-    """Of all bytes, the most that one rank has."""
+    """Of all their bytes, the most that one rank has."""
 
 
 def agreed_job(agree: Agree, shapes: Shapes) -> AgreedJob:
@@ -95,8 +93,7 @@ def agreed_job(agree: Agree, shapes: Shapes) -> AgreedJob:
     largest = tuple(_with_numbers(shape, [next(values) for _ in _numbers_of(shape)]) for shape in shapes)
     all_bytes, all_nanoseconds = _totals(largest)
     share = nanoseconds / max(1, all_nanoseconds)
-    own_share, most_share = (each / all_bytes if all_bytes else 1.0 for each in (_totals(shapes)[0], nbytes))
-    return AgreedJob(tuple(_with_times(shape, share) for shape in largest), own_share, most_share)
+    return AgreedJob(tuple(_with_times(shape, share) for shape in largest), nbytes / all_bytes if all_bytes else 1.0)
 
 
 def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary]) -> MemoryModel:

@@ -24,6 +24,7 @@ from offload_engine._budget.learn import Learned, learned
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.module_runs import ModuleRuns
+from offload_engine._budget.replayed_choice import OwnGroups
 from offload_engine._budget.stages import Stages
 from offload_engine._budget.summary import saved_of
 from offload_engine._budget.taken import TakenPlan, take
@@ -36,7 +37,7 @@ from offload_engine.planning.choose import Chosen, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Excess, Job
 from offload_engine.planning.pipeline import RankWork
-from offload_engine.planning.predict import Costs, Prediction, measured_busy_ratio
+from offload_engine.planning.predict import LEAST_CLOCK_RATIO, Costs, Prediction, measured_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
@@ -200,7 +201,8 @@ class Decider:
         waited_ms = found.waited_ms if self.stages.is_pipeline else None
         costs = Costs(link, options=options, floor_ms=floor_ms, waited_ms=waited_ms)
         self.expected_ratio = self.stages.expected_ratio(self._context.device.busy_ratio)
-        known = Known(found.job, found.model, costs, varied_share, found.recorded, found.took_ms)
+        own = OwnGroups(found.own_shapes, self.find_options(found.own_shapes) if options else ())
+        known = Known(found.job, found.model, costs, varied_share, found.recorded, found.took_ms, own)
         self.know(known, round(_WASTED_SHARE * found.wasted_bytes))
         return True
 
@@ -253,8 +255,7 @@ class Decider:
         """Correct the times by a step of the decision in force. The decision stays; all predictions change."""
         known = self.known
         assert self.chosen is not None and known is not None
-        work = work_of(self, self.chosen)
-        ratio = self.stages.busy_ratio(measured_ms, self.chosen, work)
+        ratio = self.stages.busy_ratio(measured_ms, self.chosen, work_of(self, self.chosen))
         if ratio is None:
             found = known.refit(self.chosen, self.actions, measured_ms)
             if found is not None:
@@ -267,10 +268,10 @@ class Decider:
 
     def reconsider(self) -> Allowance | None:
         """Decide again by corrected times; None if that saves too little for two more steps of verifying."""
-        if self.chosen is None:
+        if self.chosen is None or is_outdated(self):
             return None
         found = timed(self, _choose(self, self.actions, None, is_alone=False))
-        if not _may_replace(found, self.chosen, self.stages.is_pipeline):
+        if not _may_replace(self, found, self.chosen):
             return None
         self.chosen = self._decisions[self.actions] = found
         return allowance_of(found, self._shapes(), self.actions)
@@ -373,10 +374,11 @@ def work_of(decider: Decider, chosen: Chosen) -> RankWork | None:
     return known.work(chosen.best.decision, chosen.best.busy)
 
 
-def _may_replace(found: Chosen, chosen: Chosen, is_pipeline: bool) -> bool:
+def _may_replace(decider: Decider, found: Chosen, chosen: Chosen) -> bool:
     """Return whether a choice is worth the change. In a pipeline, blocks of other stages last in an arena."""
-    outgrows = is_pipeline and (found.best.arena_bytes or 0) > (chosen.best.arena_bytes or 0)
-    return not outgrows and found.step_ms <= _WORTH_A_CHANGE * chosen.step_ms
+    outgrows = decider.stages.is_pipeline and (found.best.arena_bytes or 0) > (chosen.best.arena_bytes or 0)
+    [some_outgrow] = decider.agree((int(outgrows),))  # each rank has its own arena
+    return not some_outgrow and found.step_ms <= _WORTH_A_CHANGE * chosen.step_ms
 
 
 def correct_chosen(decider: Decider, excess: Excess) -> None:
@@ -396,6 +398,15 @@ def correct_if_shorter(decider: Decider, measured_ms: float) -> None:
 def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:
     """Return what a decision recomputes; nothing without one."""
     return frozenset() if chosen is None else chosen.best.decision.choices.recomputed
+
+
+def is_outdated(decider: Decider) -> bool:
+    """Return whether steps of several ranks take so little time that it was of other steps that theirs was measured.
+
+    When a training begins, experts soon share their tokens evenly, and ranks wait less for each other.
+    """
+    chosen = decider.chosen
+    return chosen is not None and not decider.is_alone and chosen.busy_ratio < LEAST_CLOCK_RATIO
 
 
 def has_outgrown(decider: Decider, chunk_bytes: float) -> bool:

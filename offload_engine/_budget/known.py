@@ -10,7 +10,7 @@ from typing import Final
 
 from offload_engine._budget.agreement import Agree
 from offload_engine._budget.garbage import no_collections
-from offload_engine._budget.replayed_choice import ReplayedChoice
+from offload_engine._budget.replayed_choice import OwnGroups, ReplayedChoice
 from offload_engine.errors import BudgetError
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Slot
@@ -55,6 +55,7 @@ class Known:
         varied_share: share of the groups' bytes on the device by which steps with one decision may differ.
         recorded: allocations of the measured step, from which those of other steps are replayed; None: not known.
         took_ms: how long each of its actions took; None: not known.
+        own: groups of this rank, if they may differ from those of `job`.
 
     Attributes:
         job: see the argument.
@@ -72,6 +73,7 @@ class Known:
         varied_share: float = 0.0,
         recorded: RecordedStep | None = None,
         took_ms: tuple[float, ...] | None = None,
+        own: OwnGroups | None = None,
     ) -> None:
         self.job: Job = job
         self.model: MemoryModel = model
@@ -79,6 +81,7 @@ class Known:
         self.varied_share: float = varied_share
         self.took_ms: tuple[float, ...] | None = took_ms
         self._recorded = recorded
+        self._own = own
         self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated; corrections do not affect them
         self._few: dict[tuple[Action, ...], Steps] = {}  # shortened, by the actions of the whole step
 
@@ -131,7 +134,12 @@ class Known:
         found = None
         if agree is not None and self._recorded is not None and actions == self.job.actions:
             replays = ReplayedChoice(
-                self._recorded, self.job, lambda: self._predictor(steps, self.model), budget_bytes - left_bytes, agree
+                self._recorded,
+                self.job,
+                lambda: self._predictor(steps, self.model),
+                budget_bytes - left_bytes,
+                agree,
+                self._own,
             )
             found = replays.choose(
                 lambda wasted_bytes, lacked_bytes: choose_with(

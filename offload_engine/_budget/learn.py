@@ -14,7 +14,7 @@ from offload_engine._budget.times import action_times, timed_parts, with_times
 from offload_engine._devices.base import MemoryGauge
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_groups_model, make_memory_model
-from offload_engine.planning.shapes import step_boundaries
+from offload_engine.planning.shapes import Shapes, step_boundaries
 from offload_engine.planning.shortened import shortened_record
 
 _US: Final = 1e3
@@ -35,6 +35,8 @@ class Learned(NamedTuple):
     """How long compute waited for copies."""
     took_ms: tuple[float, ...]
     """How long each of its actions took."""
+    own_shapes: Shapes
+    """Of this rank, where those of `job` are agreed."""
     copied_share: float
     """Share of the bytes of `job` that a rank copies at most."""
 
@@ -57,7 +59,8 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     waits = recorder.waits()
     recorder.close()
     timed = timed_parts(job.shapes, recorder.intervals(), waits)
-    agreed = agreed_job(agree, with_times(job.shapes, timed))
+    own_shapes = with_times(job.shapes, timed)
+    agreed = agreed_job(agree, own_shapes)
     job = dataclasses.replace(job, shapes=agreed.shapes)
     took_ms = agreed_times(agree, action_times(job.actions, timed))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
@@ -74,6 +77,6 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     wasted, lacks_record, most_events, some_have_lags, waited_us = agree(own)
     if recorded is not None:
         recorded.most_events, recorded.has_lags = most_events, bool(some_have_lags)
-        recorded.own_share = agreed.own_share
     model = agreed_model(agree, model, step_boundaries(job.actions, job.shapes))
-    return Learned(job, model, wasted, None if lacks_record else recorded, waited_us / _US, took_ms, agreed.most_share)
+    recorded = None if lacks_record else recorded
+    return Learned(job, model, wasted, recorded, waited_us / _US, took_ms, own_shapes, agreed.most_share)

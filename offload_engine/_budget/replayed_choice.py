@@ -5,28 +5,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from offload_engine._budget.agreement import Agree
 from offload_engine._budget.arenas import Arena, arena_for, tight_arena
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choose import Chosen
 from offload_engine.planning.memory import Job
-from offload_engine.planning.predict import Prediction, Predictor
-from offload_engine.planning.recompute import cheapest_first, recomputing
+from offload_engine.planning.predict import Prediction, Predictor, summed
+from offload_engine.planning.recompute import RecomputeOption, cheapest_first, recomputing
 from offload_engine.planning.replay import Replay
-from offload_engine.planning.segments import Reserved, with_spare
+from offload_engine.planning.segments import Reserved, segment_bytes, with_spare
+from offload_engine.planning.shapes import Shapes
 from offload_engine.planning.steps import Decision
 from offload_engine.sizes import short_size
 
 _MOST_EVENTS: Final = 120_000
-"""Of all replays: these take about 0.4 seconds."""
+"""Of all replays, if that leaves enough of them: these take about 0.4 seconds."""
 _MOST_REPLAYS: Final = 16
 _LEAST_REPLAYS: Final = 8
 """Even if they take longer. (With fewer, some budgets of recorded pipelines were left with a step that was replayed
 only because it is the lowest one, a third slower than the best that fits.)"""
 _TOO_MANY_EVENTS: Final = 60_000
-"""Of one replay: these would take seconds."""
+"""Of one replay: that many take 0.2 seconds."""
 _MOST_ROOMS: Final = 3
 _ROOM_STEPS: Final = 20
 _WORTH_TRYING: Final = 1 / 256
@@ -47,6 +49,14 @@ _UNSOUND: Final = (
 logger = logging.getLogger(__name__)
 
 
+class OwnGroups(NamedTuple):
+    """Groups of one rank, where others may have more bytes: experts have unequal numbers of tokens."""
+
+    shapes: Shapes
+    options: tuple[RecomputeOption, ...]
+    """What it can recompute."""
+
+
 class ReplayedChoice:
     """Replays what is chosen, and chooses again by what that reserves, until what was chosen has been replayed.
 
@@ -56,22 +66,30 @@ class ReplayedChoice:
         predictor: returns one with what is known now, for steps of the same actions.
         limit_bytes: what a step may hold.
         agree: with the ranks that choose the same now.
+        own: groups of this rank, if they may differ from those of `job`.
 
     Attributes:
         is_sound: False once a replay was not believed: none is of use then.
     """
 
     def __init__(
-        self, recorded: RecordedStep, job: Job, predictor: Callable[[], Predictor], limit_bytes: int, agree: Agree
+        self,
+        recorded: RecordedStep,
+        job: Job,
+        predictor: Callable[[], Predictor],
+        limit_bytes: int,
+        agree: Agree,
+        own: OwnGroups | None = None,
     ) -> None:
         self.is_sound: bool = True
         self._recorded = recorded
-        self._job = job
+        self._least_share = 1.0 if own is None else _least_share(own.shapes, job.shapes)
+        self._own = own if self._least_share < 1 else None
+        self._job = job if self._own is None else replace(job, shapes=self._own.shapes)
         self._predictor = predictor
         self._steps = predictor().steps
         self._limit_bytes = limit_bytes
         self._found: dict[Decision, Reserved] = {}  # of this rank
-        self._lacking: dict[Decision, int] = {}  # bytes that this rank has less than another one may have
         self._lacked_bytes = 0  # by a step that has fitted, for its arena
         self._agree = agree
         self._num_left = min(_MOST_REPLAYS, max(_LEAST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events)))
@@ -183,7 +201,7 @@ class ReplayedChoice:
         must_fit |= decision == chosen.floor.decision
         arena = arena_for(replay, found, room, must_fit=must_fit)
         [more] = self._agree((arena.more_bytes,))
-        steps.arena_bytes[decision] = arena.nbytes + self._lacking.get(decision, 0)
+        steps.arena_bytes[decision] = arena.nbytes + self._lacking_bytes(found, chosen.best.allocated_bytes)
         steps.wasted_bytes[decision] += more
         self._lacked_bytes = max(self._lacked_bytes, more - room)
         return chosen._replace(best=self._predictor().predict(decision))
@@ -218,12 +236,10 @@ class ReplayedChoice:
         found = replay.reserved()
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
-        share = self._recorded.own_share
-        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * share * peak
+        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * self._least_share * peak
         own, lacking, tight = 0, 0, None
         if found is not None and is_sound:
-            # Where ranks differ, this one may have as much as another one in the next step.
-            lacking = max(0, peak - found.peak_bytes) if share < 1 else 0
+            lacking = self._lacking_bytes(found, peak)
             own = found.reserved_bytes + lacking - peak
             tight = self._tight(replay, found, decision, own)
         least = own + tight.more_bytes if tight else own
@@ -233,7 +249,7 @@ class ReplayedChoice:
             self.is_sound = False
             return
         assert found is not None
-        self._found[decision], self._lacking[decision] = found, lacking
+        self._found[decision] = found
         is_tight = self._over(decision, wasted) > 0 >= self._over(decision, least)
         steps.wasted_bytes[decision] = least if is_tight else wasted
         if is_tight:
@@ -252,5 +268,18 @@ class ReplayedChoice:
         """Return by how much a step does not fit, given what it reserves in vain."""
         return self._predictor().held_bytes(decision, wasted_bytes) - self._limit_bytes
 
+    def _lacking_bytes(self, found: Reserved, peak_bytes: int) -> int:
+        """Return how much less this rank has than others may have, and than it may have in the next step."""
+        return 0 if self._own is None else segment_bytes(max(0, peak_bytes - found.peak_bytes))
+
     def _replay_of(self, decision: Decision) -> Replay:
-        return Replay(self._recorded, self._job, decision, self._predictor().costs.options)
+        options = self._predictor().costs.options if self._own is None else self._own.options
+        return Replay(self._recorded, self._job, decision, options)
+
+
+def _least_share(own: Shapes, agreed: Shapes) -> float:
+    """Return the least share of the agreed bytes of groups of one name that a rank has."""
+    own_bytes, all_bytes = (
+        summed((group.name, group.nbytes) for shape in shapes for group in shape.groups) for shapes in (own, agreed)
+    )
+    return min((own_bytes[name] / nbytes for name, nbytes in all_bytes.items() if nbytes), default=1.0)

@@ -136,8 +136,6 @@ class RecordedStep:
     """Of the ranks that decide alike: all replay as often."""
     left_out: frozenset[int] = frozenset()
     """Microbatches whose allocations are not here, since those of others are the same."""
-    own_share: float = 1.0
-    """Of the bytes of groups by which ranks decide alike, the share of this rank: others may have more."""
     is_exact: bool = True
     """What others are like those left out in: to the byte, or nearly."""
     small: Reserved | None = None

@@ -19,9 +19,11 @@ from offload_engine.planning.slowed import MOST_SLOWER, factor_of, slowed_ms, sl
 from offload_engine.planning.steps import Decision, Outcome, Steps
 
 _LEAST_BUSY: Final = 1 / 8
+LEAST_CLOCK_RATIO: Final = 0.75
+"""The most that clock rates can explain. Anything beyond has another cause: in all steps, if experts share their tokens
+more evenly than in the one that was measured (0.6 on two H200s, three steps after the beginning of a training)."""
 LEAST_BUSY_RATIO: Final = 0.5
-"""The most that clock rates can explain is 0.75. When a training begins, its experts soon share their tokens evenly:
-then ranks wait less for each other. (On two H200s 0.6 within three steps.) Less has another cause, in one step."""
+"""Anything beyond is taken for a cause in one step."""
 
 
 class Prediction(NamedTuple):

@@ -21,7 +21,7 @@ from offload_engine._budget.allocations import AllocationNotes
 from offload_engine._budget.arenas import arena_for, tight_arena
 from offload_engine._budget.known import Known
 from offload_engine._budget.module_runs import ModuleRuns
-from offload_engine._budget.replayed_choice import ReplayedChoice
+from offload_engine._budget.replayed_choice import OwnGroups, ReplayedChoice
 from offload_engine._budget.state import State
 from offload_engine._compat import torch_private
 from offload_engine._devices.cuda_trace import log_of, start_recording, stop_recording
@@ -735,17 +735,32 @@ def test_replays_that_come_to_another_peak_are_not_believed_and_cost_their_time_
         assert ("predicted by shares" in caplog.text) == (not replays)
 
 
-def test_a_rank_that_has_less_than_others_has_room_for_as_much() -> None:
-    """Experts have more tokens on one rank, and in the next step on another one."""
-    others, share = 2 * GIB, 0.9
-    known, _ = known_with(others, own_share=share)
-    agreed = Agreed()
-    best = known.choose(STEP, 1 << 40, agree=agreed).best
-    found, alone = present(replayed(*of_h200()[:2], best.decision)), known_with()[0].choose(STEP, 1 << 40, agree=tuple)
-    lacking = best.allocated_bytes - found.peak_bytes
-    assert (1 - share) * best.allocated_bytes > lacking > others - GIB // 16
-    assert best.held_bytes == found.reserved_bytes + lacking
-    assert present(best.arena_bytes) == present(alone.best.arena_bytes) + lacking
+@pytest.mark.parametrize(("budget", "recomputes"), [(60 * GIB, False), (27 * GIB, True)])
+def test_a_rank_whose_groups_are_smaller_than_those_of_others_replays_its_own(budget: int, recomputes: bool) -> None:
+    """Experts have more tokens on one rank, and in the next step on another one, so each has room for as much."""
+    step, job, options, decisions = of_h200()
+    agreed = dataclasses.replace(job, shapes=tuple(map(larger, job.shapes)))
+    assert replayed(step, agreed, decision_of(decisions[1]), options) is None, "none recomputes groups of such a size"
+    others: Any = dict.fromkeys(step_boundaries(job.actions, job.shapes), 13 * GIB // 2)
+    floor = agreed.residents(Choices()).moved_bytes
+    model = MemoryModel(OtherBytes(others, {}), floor, floor, wasted_bytes=GIB, overhead_bytes=GIB)
+    fewer = tuple(dataclasses.replace(option, freed_bytes=option.freed_bytes - 100 * MIB) for option in options)
+    known = Known(agreed, model, Costs(options=fewer), 0.0, step, None, OwnGroups(job.shapes, options))
+    best = known.choose(STEP, budget, agree=tuple).best
+    found = present(replayed(step, job, best.decision, options))
+    lacking = segment_bytes(best.allocated_bytes - found.peak_bytes)
+    assert GIB // 2 < lacking < best.allocated_bytes // 10 and bool(best.decision.choices.recomputed) == recomputes
+    assert found.arena_bytes < present(best.arena_bytes) - lacking <= with_spare(found.arena_bytes, 1 / 16)
+    least = found.reserved_bytes + lacking - found.arena_bytes // 64  # an arena may have less to spare, to fit
+    assert least <= best.held_bytes <= budget
+    known._steps_of(STEP).arena_bytes.clear()
+    again = known.choose(STEP, budget, agree=tuple).best
+    assert again.decision == best.decision and present(again.arena_bytes) >= present(best.arena_bytes), "also later"
+
+
+def larger(shape: ChunkShape) -> ChunkShape:
+    groups = (dataclasses.replace(group, nbytes=group.nbytes * 16 // 15) for group in shape.groups)
+    return dataclasses.replace(shape, groups=tuple(groups))
 
 
 def change_replays(
