@@ -276,10 +276,10 @@ class BudgetController(BudgetView):
         """Keep less at once where a step went over the budget, more where it was well below for long."""
         step_ms = self._last.milliseconds if self.decider.chosen is None else self.measured.milliseconds
         self.measured = Measured(self._last.held_bytes(), self._last.peak_bytes, step_ms)
-        self._hold.check(self._last.chunk_bytes)
+        self._hold.wants_measure |= has_outgrown(self.decider, self._last.chunk_bytes)
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
         if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._hold.wants_measure),)) != (0,):
-            return self._measure_again(self._hold.why)
+            return self._measure_again("activations have grown")
         # Of the finished step: a decision made now may unsettle the next one.
         was_settled = self._in_force.settle()
         if is_window_over:

@@ -201,7 +201,7 @@ class Decider:
         waited_ms = found.waited_ms if self.stages.is_pipeline else None
         costs = Costs(link, options=options, floor_ms=floor_ms, waited_ms=waited_ms)
         self.expected_ratio = self.stages.expected_ratio(self._context.device.busy_ratio)
-        own = OwnGroups(found.own_shapes, self.find_options(found.own_shapes) if options else ())
+        own = _own_groups(self, found, options)
         known = Known(found.job, found.model, costs, varied_share, found.recorded, found.took_ms, own)
         self.know(known, round(_WASTED_SHARE * found.wasted_bytes))
         return True
@@ -268,7 +268,7 @@ class Decider:
 
     def reconsider(self) -> Allowance | None:
         """Decide again by corrected times; None if that saves too little for two more steps of verifying."""
-        if self.chosen is None or is_outdated(self):
+        if self.chosen is None:
             return None
         found = timed(self, _choose(self, self.actions, None, is_alone=False))
         if not _may_replace(self, found, self.chosen):
@@ -318,6 +318,11 @@ def _measured_link(decider: Decider, found: Learned, meet: Agree) -> Link:
     return agreed_link(decider.agree, link, found.copied_share)
 
 
+def _own_groups(decider: Decider, found: Learned, agreed: tuple[RecomputeOption, ...]) -> OwnGroups:
+    options = decider.find_options(found.own_shapes) if agreed else ()
+    return OwnGroups(found.own_shapes, found.own_model, options)
+
+
 def _choose(
     decider: Decider, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None, is_alone: bool
 ) -> Chosen:
@@ -338,7 +343,8 @@ def _with_ratio(decider: Decider, found: Chosen) -> Chosen:
     """Return a choice by costs without a ratio with the one that was measured before, or is expected."""
     if found.busy_ratio != 1.0:
         return found
-    return retimed(found, decider._busy_ratio or decider.expected_ratio)
+    measured = decider._busy_ratio or 0.0  # of another measured step, if clocks do not explain it
+    return retimed(found, measured if measured >= LEAST_CLOCK_RATIO else decider.expected_ratio)
 
 
 def _know_alike(decider: Decider) -> bool:
@@ -377,8 +383,13 @@ def work_of(decider: Decider, chosen: Chosen) -> RankWork | None:
 def _may_replace(decider: Decider, found: Chosen, chosen: Chosen) -> bool:
     """Return whether a choice is worth the change. In a pipeline, blocks of other stages last in an arena."""
     outgrows = decider.stages.is_pipeline and (found.best.arena_bytes or 0) > (chosen.best.arena_bytes or 0)
-    [some_outgrow] = decider.agree((int(outgrows),))  # each rank has its own arena
-    return not some_outgrow and found.step_ms <= _WORTH_A_CHANGE * chosen.step_ms
+    is_worth_it = found.step_ms <= _WORTH_A_CHANGE * chosen.step_ms
+    # What clocks do not explain was different in the measured step, and would be in another decision's steps.
+    is_explained = decider.is_alone or chosen.busy_ratio >= LEAST_CLOCK_RATIO
+    may_replace = is_worth_it and is_explained and not outgrows  # on this rank: each has its own arena
+    is_alike = _know_alike(decider)
+    [is_refused] = decider.agree((int(not may_replace),))
+    return is_alike and not is_refused
 
 
 def correct_chosen(decider: Decider, excess: Excess) -> None:
@@ -398,15 +409,6 @@ def correct_if_shorter(decider: Decider, measured_ms: float) -> None:
 def recomputed_by(chosen: Chosen | None) -> frozenset[Slot]:
     """Return what a decision recomputes; nothing without one."""
     return frozenset() if chosen is None else chosen.best.decision.choices.recomputed
-
-
-def is_outdated(decider: Decider) -> bool:
-    """Return whether steps of several ranks take so little time that it was of other steps that theirs was measured.
-
-    When a training begins, experts soon share their tokens evenly, and ranks wait less for each other.
-    """
-    chosen = decider.chosen
-    return chosen is not None and not decider.is_alone and chosen.busy_ratio < LEAST_CLOCK_RATIO
 
 
 def has_outgrown(decider: Decider, chunk_bytes: float) -> bool:

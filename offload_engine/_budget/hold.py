@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from offload_engine._budget.decide import Decider, correct_chosen, excess_of, has_outgrown, is_outdated
+from offload_engine._budget.decide import Decider, correct_chosen, excess_of
 from offload_engine._budget.in_force import InForce
 from offload_engine._budget.last_step import LastStep
 from offload_engine.planning.choices import Allowance, Choices
@@ -15,8 +15,6 @@ from offload_engine.sizes import short_size
 
 logger = logging.getLogger(__name__)
 
-_GROWN: Final = "activations have grown"
-_OUTDATED: Final = "steps take much less time than the one that was measured"
 _UNUSED: Final = 1 / 32
 """Share of the budget: if it was unused for a whole window, more is kept."""
 _MAX_DOUBLED: Final = 6
@@ -35,30 +33,16 @@ class HoldWatch:
 
     Attributes:
         wants_measure: the decision that holds is no longer of use, so a step must be measured again.
-        why: the reason.
     """
 
     def __init__(self, decider: Decider, in_force: InForce, last: LastStep) -> None:
         self.wants_measure: bool = False
-        self.why: str = _GROWN
-        self._may_be_outdated = True  # once in a run: a step that is recorded may always take longer than others
         self._num_since_trim = _RELAPSE_STEPS  # steps within the budget
         self._num_excesses = 0
         self._num_unused = 0  # consecutive windows
         self._decider = decider
         self._in_force = in_force
         self._last = last
-
-    def check(self, chunk_bytes: float) -> None:
-        """Check that the decision that holds is still of use.
-
-        Args:
-            chunk_bytes: saved by each chunk of the last step.
-        """
-        is_old = self._may_be_outdated and is_outdated(self._decider)
-        self._may_be_outdated &= not is_old
-        if is_old or has_outgrown(self._decider, chunk_bytes):
-            self.wants_measure, self.why = True, _OUTDATED if is_old else _GROWN
 
     def answer(self, held_bytes: int, is_window_over: bool) -> None:
         """Answer what the process has held, in the last step or after it."""

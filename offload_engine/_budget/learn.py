@@ -37,6 +37,8 @@ class Learned(NamedTuple):
     """How long each of its actions took."""
     own_shapes: Shapes
     """Of this rank, where those of `job` are agreed."""
+    own_model: MemoryModel
+    """Of this rank, with these shapes."""
     copied_share: float
     """Share of the bytes of `job` that a rank copies at most."""
 
@@ -65,8 +67,10 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     took_ms = agreed_times(agree, action_times(job.actions, timed))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
     if isinstance(gauge, ResidentGauge):
-        model = make_groups_model(job, memory)
+        own_model = model = make_groups_model(job, memory)
     else:
+        own_job = dataclasses.replace(job, shapes=own_shapes)
+        own_model = make_memory_model(own_job, memory, is_early_certain=is_early_certain)
         model = make_memory_model(job, memory, is_early_certain=is_early_certain)
     whole = recorder.allocations()
     recorded = None if whole is None else shortened_record(whole, job)
@@ -79,4 +83,5 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
         recorded.most_events, recorded.has_lags = most_events, bool(some_have_lags)
     model = agreed_model(agree, model, step_boundaries(job.actions, job.shapes))
     recorded = None if lacks_record else recorded
-    return Learned(job, model, wasted, recorded, waited_us / _US, took_ms, own_shapes, agreed.most_share)
+    found = job, model, wasted, recorded, waited_us / _US, took_ms
+    return Learned(*found, own_shapes, own_model, agreed.most_share)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -12,13 +12,13 @@ from offload_engine._budget.agreement import Agree
 from offload_engine._budget.arenas import Arena, arena_for, tight_arena
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choose import Chosen
-from offload_engine.planning.memory import Job
-from offload_engine.planning.predict import Prediction, Predictor, summed
+from offload_engine.planning.memory import Job, MemoryModel
+from offload_engine.planning.predict import Prediction, Predictor
 from offload_engine.planning.recompute import RecomputeOption, cheapest_first, recomputing
 from offload_engine.planning.replay import Replay
 from offload_engine.planning.segments import Reserved, segment_bytes, with_spare
 from offload_engine.planning.shapes import Shapes
-from offload_engine.planning.steps import Decision
+from offload_engine.planning.steps import Decision, Steps
 from offload_engine.sizes import short_size
 
 _MOST_EVENTS: Final = 120_000
@@ -53,6 +53,8 @@ class OwnGroups(NamedTuple):
     """Groups of one rank, where others may have more bytes: experts have unequal numbers of tokens."""
 
     shapes: Shapes
+    model: MemoryModel
+    """Of this rank's memory."""
     options: tuple[RecomputeOption, ...]
     """What it can recompute."""
 
@@ -83,9 +85,11 @@ class ReplayedChoice:
     ) -> None:
         self.is_sound: bool = True
         self._recorded = recorded
-        self._least_share = 1.0 if own is None else _least_share(own.shapes, job.shapes)
-        self._own = own if self._least_share < 1 else None
+        costs = predictor().costs
+        self._own = None if own is None or _are_alike(own, job.shapes, costs.options) else own
         self._job = job if self._own is None else replace(job, shapes=self._own.shapes)
+        options = () if self._own is None else self._own.options
+        self._own_steps = Steps(self._job, costs.link, options)  # only planned
         self._predictor = predictor
         self._steps = predictor().steps
         self._limit_bytes = limit_bytes
@@ -236,7 +240,7 @@ class ReplayedChoice:
         found = replay.reserved()
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
-        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * self._least_share * peak
+        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * self._own_peak(decision, peak)
         own, lacking, tight = 0, 0, None
         if found is not None and is_sound:
             lacking = self._lacking_bytes(found, peak)
@@ -268,6 +272,13 @@ class ReplayedChoice:
         """Return by how much a step does not fit, given what it reserves in vain."""
         return self._predictor().held_bytes(decision, wasted_bytes) - self._limit_bytes
 
+    def _own_peak(self, decision: Decision, peak_bytes: int) -> int:
+        """Return the peak of allocated bytes that this rank has, where `peak_bytes` was predicted for all."""
+        if self._own is None:
+            return peak_bytes
+        job, _, residents = self._own_steps.planned(decision)
+        return self._own.model.allocated_with(residents, self._own.model.early_share(job, decision.choices))
+
     def _lacking_bytes(self, found: Reserved, peak_bytes: int) -> int:
         """Return how much less this rank has than others may have, and than it may have in the next step."""
         return 0 if self._own is None else segment_bytes(max(0, peak_bytes - found.peak_bytes))
@@ -277,9 +288,8 @@ class ReplayedChoice:
         return Replay(self._recorded, self._job, decision, options)
 
 
-def _least_share(own: Shapes, agreed: Shapes) -> float:
-    """Return the least share of the agreed bytes of groups of one name that a rank has."""
-    own_bytes, all_bytes = (
-        summed((group.name, group.nbytes) for shape in shapes for group in shape.groups) for shapes in (own, agreed)
-    )
-    return min((own_bytes[name] / nbytes for name, nbytes in all_bytes.items() if nbytes), default=1.0)
+def _are_alike(own: OwnGroups, shapes: Shapes, options: Sequence[RecomputeOption]) -> bool:
+    """Return whether the groups of a rank have the bytes on which all ranks agree, and free as many."""
+    groups = ([group.nbytes for shape in each for group in shape.groups] for each in (own.shapes, shapes))
+    freed = ([option.freed_bytes for option in each] for each in (own.options, options))
+    return next(groups) == next(groups) and next(freed) == next(freed)

@@ -20,10 +20,10 @@ from offload_engine.planning.steps import Decision, Outcome, Steps
 
 _LEAST_BUSY: Final = 1 / 8
 LEAST_CLOCK_RATIO: Final = 0.75
-"""The most that clock rates can explain. Anything beyond has another cause: in all steps, if experts share their tokens
-more evenly than in the one that was measured (0.6 on two H200s, three steps after the beginning of a training)."""
+"""The lowest ratio that clocks explain."""
 LEAST_BUSY_RATIO: Final = 0.5
-"""Anything beyond is taken for a cause in one step."""
+"""The lowest ratio of steps. When a training begins, its experts soon share their tokens evenly, so ranks wait less for
+each other than in the step that was measured. (0.6 on two H200s, three steps later.)"""
 
 
 class Prediction(NamedTuple):

@@ -245,35 +245,36 @@ def test_in_a_pipeline_no_decision_with_a_larger_arena_replaces_another_for_its_
         assert (verifier.reconsider() is not None) == is_changed
 
 
-@pytest.mark.parametrize("outgrows", [False, True])
-def test_an_arena_that_another_rank_would_outgrow_is_not_replaced_on_any(outgrows: bool) -> None:
-    """Each rank has its own arena; they verify another decision together."""
+@pytest.mark.parametrize("refuses", [False, True])
+def test_no_decision_is_replaced_on_one_rank_alone(refuses: bool) -> None:
+    """Another one may have a smaller arena, or have corrected its model alone."""
     decider, verifier = verified(0.3)
     decider.stages, first = Stages(0, 2), decider.chosen.best
-    decider.agree = lambda numbers: (int(outgrows),) if len(numbers) == 1 else numbers
+    decider.agree = lambda numbers: (int(refuses),) if len(numbers) == 1 else numbers
     decider.chosen = decider.chosen._replace(best=first._replace(step_ms=1.1 * first.step_ms))
-    assert (verifier.reconsider() is None) == outgrows
+    assert (verifier.reconsider() is None) == refuses
+    decider, verifier = verified(0.3)
+    decider.agree = lambda numbers: tuple(number + 1 for number in numbers)
+    decider.chosen = decider.chosen._replace(best=first._replace(step_ms=1.1 * first.step_ms))
+    assert verifier.reconsider() is None, "they know other things"
 
 
 @pytest.mark.parametrize(
-    ("ratio", "are_several", "is_old"), [(0.7, True, True), (0.8, True, False), (0.7, False, False)]
+    ("ratio", "are_several", "is_changed"), [(0.7, True, False), (0.8, True, True), (0.7, False, True)]
 )
-def test_times_of_experts_that_shared_their_tokens_otherwise_are_measured_once_more(
-    ratio: float, are_several: bool, is_old: bool
+def test_times_that_clocks_do_not_explain_make_no_other_decision(
+    ratio: float, are_several: bool, is_changed: bool
 ) -> None:
-    """By their times no other decision is made."""
+    """Experts shared their tokens otherwise in the measured step. Nor do they concern the next measured step."""
     decider, verifier = verified(0.3)
     first = decider.chosen.best
     decider.agree = (lambda numbers: numbers) if are_several else tuple
     decider.chosen = decider.chosen._replace(best=first._replace(step_ms=1.1 * first.step_ms), busy_ratio=ratio)
-    watch = HoldWatch(decider, mock.Mock(), mock.Mock())
-    assert not watch.wants_measure
-    watch.check(0.0)
-    assert watch.wants_measure == is_old and ("less time" in watch.why) == is_old
-    assert (verifier.reconsider() is None) == is_old
-    watch.wants_measure = False
-    watch.check(0.0)
-    assert not watch.wants_measure
+    assert (verifier.reconsider() is not None) == is_changed
+    decider._busy_ratio, decider.expected_ratio = ratio, 1.05
+    decider.know(decider.known, 0)
+    decider.decide()
+    assert decider.chosen.busy_ratio == (1.05 if ratio < 0.75 else ratio)
 
 
 def test_what_a_replayed_decision_reserves_in_vain_is_not_held_against_others() -> None:

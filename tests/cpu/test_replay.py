@@ -742,10 +742,11 @@ def test_a_rank_whose_groups_are_smaller_than_those_of_others_replays_its_own(bu
     agreed = dataclasses.replace(job, shapes=tuple(map(larger, job.shapes)))
     assert replayed(step, agreed, decision_of(decisions[1]), options) is None, "none recomputes groups of such a size"
     others: Any = dict.fromkeys(step_boundaries(job.actions, job.shapes), 13 * GIB // 2)
-    floor = agreed.residents(Choices()).moved_bytes
+    floor, own_floor = (each.residents(Choices()).moved_bytes for each in (agreed, job))
     model = MemoryModel(OtherBytes(others, {}), floor, floor, wasted_bytes=GIB, overhead_bytes=GIB)
+    own = OwnGroups(job.shapes, dataclasses.replace(model, floor_bytes=own_floor, floor_moved_bytes=own_floor), options)
     fewer = tuple(dataclasses.replace(option, freed_bytes=option.freed_bytes - 100 * MIB) for option in options)
-    known = Known(agreed, model, Costs(options=fewer), 0.0, step, None, OwnGroups(job.shapes, options))
+    known = Known(agreed, model, Costs(options=fewer), 0.0, step, None, own)
     best = known.choose(STEP, budget, agree=tuple).best
     found = present(replayed(step, job, best.decision, options))
     lacking = segment_bytes(best.allocated_bytes - found.peak_bytes)
@@ -756,6 +757,10 @@ def test_a_rank_whose_groups_are_smaller_than_those_of_others_replays_its_own(bu
     known._steps_of(STEP).arena_bytes.clear()
     again = known.choose(STEP, budget, agree=tuple).best
     assert again.decision == best.decision and present(again.arena_bytes) >= present(best.arena_bytes), "also later"
+    more = OtherBytes({at: nbytes + budget // 16 for at, nbytes in others.items()}, {})
+    own = own._replace(model=dataclasses.replace(own.model, others=more))
+    known = Known(agreed, model, Costs(options=fewer), 0.0, step, None, own)
+    assert known.choose(STEP, budget, agree=tuple).best.arena_bytes is None, "another peak of its own is not believed"
 
 
 def larger(shape: ChunkShape) -> ChunkShape:

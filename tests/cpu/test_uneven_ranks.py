@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks that decide alike, and of which each has more bytes than the other in some layers, as experts have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+from offload_engine.planning.steps import Decision
+from tests.cpu.test_replay import FLOOR, HOLD, MEASURE, MIB, VERIFY, Job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTHS = (3, 6, 2, 4, 3, 5), (4, 4, 3, 3, 4, 4)
+NUM_STEPS = 8
+
+
+def agreeing(num: int) -> list[Callable[[tuple[int, ...]], tuple[int, ...]]]:
+    """Return how each of several threads agrees with the others."""
+    barrier, said = threading.Barrier(num, timeout=60), dict[int, tuple[int, ...]]()
+
+    def agree(rank: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        barrier.wait()
+        said[rank] = numbers
+        barrier.wait()
+        return tuple(map(max, zip(*said.values(), strict=True)))
+
+    return [partial(agree, rank) for rank in range(num)]
+
+
+def run(widths: Sequence[tuple[int, ...]], budget: int, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Train on one thread for each rank."""
+    jobs = [Job(budget, monkeypatch, widths=own) for own in widths]
+    of_thread = threading.local()
+    monkeypatch.setattr(
+        "offload_engine._budget.allocations.address_of",
+        lambda tensor: of_thread.job.account.addresses[tensor.untyped_storage()._cdata],
+    )
+    agree = agreeing(len(jobs))
+
+    def train(rank: int) -> None:
+        of_thread.job = job = jobs[rank]
+        controller: Any = job.engine.budget
+        controller.decider.join(agree[rank], agree[rank])
+        for _ in range(NUM_STEPS):
+            job.step()
+
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        list(threads.map(train, range(len(jobs))))
+    return jobs
+
+
+@pytest.mark.parametrize("mib", [125, 140, 155])
+def test_both_believe_their_replays_and_hold_no_more_than_predicted(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = run(WIDTHS, mib * MIB, monkeypatch)
+    deciders: list[Any] = [job.engine.budget.decider for job in jobs]  # type: ignore[union-attr]
+    one, other = (decider.chosen.best for decider in deciders)
+    assert one.decision == other.decision != Decision() and one.num_moves
+    assert None not in (one.arena_bytes, other.arena_bytes)
+    for job in jobs:
+        assert [state for state, _, _ in job.steps] == [FLOOR, FLOOR, MEASURE, VERIFY, VERIFY, HOLD, HOLD, HOLD]
+    [predicted] = {predicted for job in jobs for state, predicted, _ in job.steps if state is VERIFY}
+    held = [max(held for state, _, held in job.steps if state in (VERIFY, HOLD)) for job in jobs]
+    assert 0.95 * predicted < max(held) <= predicted <= mib * MIB
+    [corrected] = {job.steps[-1][1] for job in jobs}
+    assert corrected == max(held)
