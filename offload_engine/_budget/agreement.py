@@ -72,6 +72,8 @@ class AgreedJob(NamedTuple):
     shapes: Shapes
     most_share: float
     """Of all their bytes, the most that one rank has."""
+    are_own: bool
+    """Whether this rank has all of them."""
 
 
 def agreed_job(agree: Agree, shapes: Shapes) -> AgreedJob:
@@ -93,7 +95,8 @@ def agreed_job(agree: Agree, shapes: Shapes) -> AgreedJob:
     largest = tuple(_with_numbers(shape, [next(values) for _ in _numbers_of(shape)]) for shape in shapes)
     all_bytes, all_nanoseconds = _totals(largest)
     share = nanoseconds / max(1, all_nanoseconds)
-    return AgreedJob(tuple(_with_times(shape, share) for shape in largest), nbytes / all_bytes if all_bytes else 1.0)
+    agreed = tuple(_with_times(shape, share) for shape in largest)
+    return AgreedJob(agreed, nbytes / all_bytes if all_bytes else 1.0, _totals(shapes)[0] == all_bytes)
 
 
 def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary]) -> MemoryModel:

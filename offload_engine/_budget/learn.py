@@ -69,9 +69,10 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     if isinstance(gauge, ResidentGauge):
         own_model = model = make_groups_model(job, memory)
     else:
-        own_job = dataclasses.replace(job, shapes=own_shapes)
-        own_model = make_memory_model(own_job, memory, is_early_certain=is_early_certain)
-        model = make_memory_model(job, memory, is_early_certain=is_early_certain)
+        own_model = model = make_memory_model(job, memory, is_early_certain=is_early_certain)
+        if not agreed.are_own:
+            own_job = dataclasses.replace(job, shapes=own_shapes)
+            own_model = make_memory_model(own_job, memory, is_early_certain=is_early_certain)
     whole = recorder.allocations()
     recorded = None if whole is None else shortened_record(whole, job)
     num_events = 0 if recorded is None else recorded.most_events

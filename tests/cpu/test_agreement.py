@@ -43,7 +43,7 @@ def shapes_of(*parts: tuple[int, float]) -> Shapes:
 def test_ranks_that_measured_the_same_keep_it() -> None:
     shapes = shapes_of((100, 0.1), (300, 0.7))
     for found in on_ranks(agreed_job, [shapes, shapes]):
-        assert (found.shapes, found.most_share) == (shapes, 1.0)
+        assert found == (shapes, 1.0, True)
 
 
 def test_bytes_are_the_largest_and_times_together_those_of_one_rank() -> None:
@@ -52,7 +52,7 @@ def test_bytes_are_the_largest_and_times_together_those_of_one_rank() -> None:
     first, second = on_ranks(agreed_job, own)
     assert first.shapes == second.shapes
     assert [group.nbytes for group in first.shapes[0].groups] == [400, 300]
-    assert first.most_share == second.most_share == 5 / 7
+    assert first.most_share == second.most_share == 5 / 7 and not (first.are_own or second.are_own)
     assert first.shapes[0].groups[0].forward_ms == 4.0, "each time is the longest, and the first rank has all of these"
     own = shapes_of((0, 4.0), (0, 1.0)), shapes_of((0, 2.0), (0, 4.0))
     [shape] = on_ranks(agreed_job, own)[0].shapes
