@@ -343,8 +343,10 @@ def _with_ratio(decider: Decider, found: Chosen) -> Chosen:
     """Return a choice by costs without a ratio with the one that was measured before, or is expected."""
     if found.busy_ratio != 1.0:
         return found
-    measured = decider._busy_ratio or 0.0  # of another measured step, if clocks do not explain it
-    return retimed(found, measured if measured >= LEAST_CLOCK_RATIO else decider.expected_ratio)
+    measured = decider._busy_ratio
+    if measured is None or not (decider.is_alone or measured >= LEAST_CLOCK_RATIO):  # of another measured step alone
+        measured = decider.expected_ratio
+    return retimed(found, measured)
 
 
 def _know_alike(decider: Decider) -> bool:

@@ -240,7 +240,8 @@ class ReplayedChoice:
         found = replay.reserved()
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
-        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * self._own_peak(decision, peak)
+        own_peak = self._own_peak(decision, peak)
+        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * own_peak
         own, lacking, tight = 0, 0, None
         if found is not None and is_sound:
             lacking = self._lacking_bytes(found, peak)
@@ -249,7 +250,7 @@ class ReplayedChoice:
         least = own + tight.more_bytes if tight else own
         wasted, least, is_unsound = self._agree((own, least, int(not is_sound)))
         if is_unsound:
-            logger.info(_UNSOUND, short_size(peak), "nothing" if found is None else short_size(found.peak_bytes))
+            logger.info(_UNSOUND, short_size(own_peak), "nothing" if found is None else short_size(found.peak_bytes))
             self.is_sound = False
             return
         assert found is not None
