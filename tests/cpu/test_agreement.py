@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from offload_engine._budget.agreement import Agree, agreed_job, agreed_link, agreed_times
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
+from tests.meeting import Meeting
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,19 +21,9 @@ R = TypeVar("R")
 
 def on_ranks(function: Callable[[Agree, T], R], own: Sequence[T]) -> list[R]:
     """Call a function on as many ranks, each with its own argument."""
-    barrier, said = Barrier(len(own), timeout=60), dict[int, tuple[int, ...]]()
-
-    def run(rank: int) -> R:
-        def agree(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            barrier.wait()
-            said[rank] = numbers
-            barrier.wait()
-            return tuple(map(max, zip(*said.values(), strict=True)))
-
-        return function(agree, own[rank])
-
+    meeting = Meeting(len(own))
     with ThreadPoolExecutor(len(own)) as ranks:
-        return list(ranks.map(run, range(len(own))))
+        return list(ranks.map(function, (partial(meeting.agree, rank) for rank in range(len(own))), own))
 
 
 def shapes_of(*parts: tuple[int, float]) -> Shapes:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import combinations, pairwise
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -47,6 +46,7 @@ from offload_engine.schedule import count_alive, interleaved, no_pipelining, one
 from tests.dense_jobs import ALL, ATTENTION, DEEP, MIB, MOST, ONE_RANK, dense_job, simulate_planned, with_bounds
 from tests.engine_on_clocks import SCALE, ClockDevice, EngineRank, _run_rank, run_engine
 from tests.lookups import present
+from tests.meeting import Meeting
 
 GIB = 1 << 30
 JOBS = {"all names": dense_job(ALL), "five names": dense_job(MOST), "four ranks": DEEP, "one rank": ONE_RANK}
@@ -656,21 +656,6 @@ def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: 
 
 
 # -- steps of a pipeline ----------------------------------------------------------------------------------------------
-
-
-class Meeting:
-    """Ranks, one to a thread, that take the largest of each number."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._barrier = Barrier(num_ranks, timeout=60)
-        self._said: list[tuple[int, ...]] = [()] * num_ranks
-
-    def agree(self, rank: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        self._said[rank] = numbers
-        self._barrier.wait()
-        found = tuple(map(max, zip(*self._said, strict=True)))
-        self._barrier.wait()
-        return found
 
 
 def decided_together(pipeline: PipelineJob, share: float) -> list[Decider]:

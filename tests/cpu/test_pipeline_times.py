@@ -34,8 +34,8 @@ from offload_engine.planning.shapes import ChunkShape, GroupShape
 from offload_engine.planning.simulate import PipelineJob, Simulation, simulate
 from offload_engine.planning.steps import Decision
 from offload_engine.schedule import Action, ChunkKey
-from tests.cpu.test_choose import Meeting
 from tests.dense_jobs import ALL, dense_job, simulate_planned
+from tests.meeting import Meeting
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
 

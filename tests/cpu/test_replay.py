@@ -21,7 +21,7 @@ from offload_engine._budget.allocations import AllocationNotes
 from offload_engine._budget.arenas import arena_for, tight_arena
 from offload_engine._budget.known import Known
 from offload_engine._budget.module_runs import ModuleRuns
-from offload_engine._budget.replayed_choice import OwnGroups, ReplayedChoice
+from offload_engine._budget.replayed_choice import _MOST_EVENTS, _TOO_MANY_EVENTS, OwnGroups, ReplayedChoice
 from offload_engine._budget.state import State
 from offload_engine._compat import torch_private
 from offload_engine._devices.cuda_trace import log_of, start_recording, stop_recording
@@ -355,15 +355,15 @@ def test_of_many_microbatches_few_are_replayed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "actions, num_kept",
+    ("actions", "num_kept", "tolerance"),
     [
-        (one_forward_one_backward(2, 0, 12), 4),
-        (one_forward_one_backward(3, 0, 12), 6),
-        (interleaved(2, 0, 2, 8), 4),
+        (one_forward_one_backward(2, 0, 12), 4, 0.05),
+        (one_forward_one_backward(3, 0, 12), 6, 0.05),
+        (interleaved(2, 0, 2, 8), 4, 0.06),
     ],
 )
 def test_of_a_long_step_in_a_pipeline_those_are_replayed_that_fill_it(
-    monkeypatch: pytest.MonkeyPatch, actions: Sequence[Action], num_kept: int
+    monkeypatch: pytest.MonkeyPatch, actions: Sequence[Action], num_kept: int, tolerance: float
 ) -> None:
     """One of few events is replayed as it is. Otherwise the arena has more to spare."""
     recorded = list[tuple[RecordedStep, PlannedJob]]()
@@ -390,7 +390,7 @@ def test_of_a_long_step_in_a_pipeline_those_are_replayed_that_fill_it(
         assert exactly.is_exact and not nearly.is_exact
         found, expected = nearly.reserved(), exactly.reserved()
         assert found is not None and expected is not None and found.peak_bytes == expected.peak_bytes
-        assert found.arena_bytes == pytest.approx(expected.arena_bytes, rel=0.06)
+        assert found.arena_bytes == pytest.approx(expected.arena_bytes, rel=tolerance)
 
 
 @pytest.mark.parametrize(("num_stages", "virtual"), [(2, 1), (4, 1), (2, 2), (4, 3)])
@@ -1013,6 +1013,17 @@ def test_steps_are_replayed_unless_they_are_too_long(monkeypatch: pytest.MonkeyP
         for num_microbatches in (1, 2):  # of other steps nothing is known
             chosen = known.choose(tuple(one_forward_one_backward(1, 0, num_microbatches)), 1 << 40, agree=agreed)
             assert len(agreed.said) == num_said and chosen.best.decision == chosen.top.decision
+
+
+@pytest.mark.parametrize("budget", [28 * GIB, 36 * GIB])
+def test_of_long_steps_what_is_chosen_is_replayed_too(budget: int) -> None:
+    """Two replays, for which there is time, are those of the lowest steps."""
+    _, job, options, _ = of_h200()
+    known, _ = known_with(most_events=_TOO_MANY_EVENTS)
+    known.costs = Costs(options=options)
+    best = known.choose(STEP, budget, agree=tuple).best
+    assert best.decision.choices.recomputed and best.arena_bytes is not None
+    assert len(known._steps_of(job.actions).wasted_bytes) > _MOST_EVENTS // _TOO_MANY_EVENTS
 
 
 # -- torch's snapshots ------------------------------------------------------------------------------------------------

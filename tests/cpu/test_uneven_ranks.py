@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,23 +13,11 @@ import pytest
 
 from offload_engine.planning.steps import Decision
 from tests.cpu.test_replay import FLOOR, HOLD, MEASURE, MIB, VERIFY, Job
+from tests.meeting import Meeting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTHS = (3, 6, 2, 4, 3, 5), (4, 4, 3, 3, 4, 4)
 NUM_STEPS = 8
-
-
-def agreeing(num: int) -> list[Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """Return how each of several threads agrees with the others."""
-    barrier, said = threading.Barrier(num, timeout=60), dict[int, tuple[int, ...]]()
-
-    def agree(rank: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        barrier.wait()
-        said[rank] = numbers
-        barrier.wait()
-        return tuple(map(max, zip(*said.values(), strict=True)))
-
-    return [partial(agree, rank) for rank in range(num)]
 
 
 def run(widths: Sequence[tuple[int, ...]], budget: int, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
@@ -40,12 +28,13 @@ def run(widths: Sequence[tuple[int, ...]], budget: int, monkeypatch: pytest.Monk
         "offload_engine._budget.allocations.address_of",
         lambda tensor: of_thread.job.account.addresses[tensor.untyped_storage()._cdata],
     )
-    agree = agreeing(len(jobs))
+    meeting = Meeting(len(jobs))
 
     def train(rank: int) -> None:
         of_thread.job = job = jobs[rank]
         controller: Any = job.engine.budget
-        controller.decider.join(agree[rank], agree[rank])
+        agree = partial(meeting.agree, rank)
+        controller.decider.join(agree, agree)
         for _ in range(NUM_STEPS):
             job.step()
 
