@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple
 
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import MemoryModel
 from offload_engine.planning.moves import Boundary
 from offload_engine.planning.other_bytes import OtherBytes, moment_of
 from offload_engine.planning.recompute import RecomputeOption
-from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
+from offload_engine.planning.shapes import ChunkShape, Shapes
 
 Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
 """Returns the largest of each number over the ranks."""
@@ -89,14 +89,11 @@ def agreed_job(agree: Agree, shapes: Shapes) -> AgreedJob:
         agree: with the other ranks, all of which must have as many groups.
         shapes: of this rank.
     """
-    own = tuple(number for shape in shapes for number in _numbers_of(shape))
-    *numbers, nbytes, nanoseconds = agree((*own, *_totals(shapes)))
-    values = iter(numbers)
-    largest = tuple(_with_numbers(shape, [next(values) for _ in _numbers_of(shape)]) for shape in shapes)
-    all_bytes, all_nanoseconds = _totals(largest)
-    share = nanoseconds / max(1, all_nanoseconds)
-    agreed = tuple(_with_times(shape, share) for shape in largest)
-    return AgreedJob(agreed, nbytes / all_bytes if all_bytes else 1.0, _totals(shapes)[0] == all_bytes)
+    own = [group.nbytes for shape in shapes for group in shape.groups]
+    *sizes, most = agree((*own, sum(own)))
+    next_size, next_time = iter(sizes), iter(agreed_times(agree, _times_of(shapes)))
+    agreed = tuple(_with(shape, next_size, next_time) for shape in shapes)
+    return AgreedJob(agreed, most / sum(sizes) if any(sizes) else 1.0, sizes == own)
 
 
 def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary]) -> MemoryModel:
@@ -138,54 +135,29 @@ def agreed_link(agree: Agree, link: Link, share: float) -> Link:
 
 def agreed_times(agree: Agree, milliseconds: tuple[float, ...]) -> tuple[float, ...]:
     """Return the longest of each time, together as long as on the rank where they are longest; see `agreed_job`."""
-    *longest, total = agreed_numbers(agree, *milliseconds, sum(milliseconds))
-    share = total / max(1 / _NS, sum(longest))
-    return tuple(share * each for each in longest)
+    own = [round(_NS * each) for each in milliseconds]
+    *longest, most = agree((*own, sum(own)))
+    share = most / max(1, sum(longest))
+    return tuple(share * each / _NS for each in longest)
 
 
-def _numbers_of(shape: ChunkShape) -> list[int]:
-    of_groups = [
-        number
-        for group in shape.groups
-        for number in (group.nbytes, *(round(_NS * getattr(group, name)) for name in _GROUP_TIMES))
-    ]
-    return [*of_groups, *(round(_NS * getattr(shape, name)) for name in _CHUNK_TIMES)]
-
-
-def _totals(shapes: Shapes) -> tuple[int, int]:
-    """Return the bytes and the nanoseconds of all groups."""
-    nbytes = sum(group.nbytes for shape in shapes for group in shape.groups)
-    return nbytes, sum(number for shape in shapes for number in _numbers_of(shape)) - nbytes
-
-
-def _with_times(shape: ChunkShape, share: float) -> ChunkShape:
-    """Return a shape with a share of its times."""
-    groups = tuple(
-        dataclasses.replace(group, **{name: share * getattr(group, name) for name in _GROUP_TIMES})
-        for group in shape.groups
-    )
-    times = {name: share * getattr(shape, name) for name in _CHUNK_TIMES}
-    return dataclasses.replace(shape, groups=groups, **times)
-
-
-def _with_numbers(shape: ChunkShape, numbers: list[int]) -> ChunkShape:
-    size = 1 + len(_GROUP_TIMES)
-    groups = tuple(
-        _group_with(group, numbers[size * index : size * (index + 1)]) for index, group in enumerate(shape.groups)
-    )
-    head, head_backward, rest, rest_backward = (number / _NS for number in numbers[size * len(groups) :])
-    return dataclasses.replace(
-        shape,
-        groups=groups,
-        head_ms=head,
-        head_backward_ms=head_backward,
-        rest_ms=rest,
-        rest_backward_ms=rest_backward,
+def _times_of(shapes: Shapes) -> tuple[float, ...]:
+    """Return all times of groups and chunks, in the order in which `_with` takes them."""
+    return tuple(
+        milliseconds
+        for shape in shapes
+        for milliseconds in (
+            *(getattr(group, name) for group in shape.groups for name in _GROUP_TIMES),
+            *(getattr(shape, name) for name in _CHUNK_TIMES),
+        )
     )
 
 
-def _group_with(group: GroupShape, numbers: list[int]) -> GroupShape:
-    nbytes, forward, backward, lead = numbers
-    return dataclasses.replace(
-        group, nbytes=nbytes, forward_ms=forward / _NS, backward_ms=backward / _NS, lead_backward_ms=lead / _NS
-    )
+def _with(shape: ChunkShape, sizes: Iterator[int], times: Iterator[float]) -> ChunkShape:
+    """Return a shape with the next bytes and times."""
+
+    def next_of(names: Iterable[str]) -> dict[str, Any]:
+        return {name: next(times) for name in names}
+
+    groups = (dataclasses.replace(each, nbytes=next(sizes), **next_of(_GROUP_TIMES)) for each in shape.groups)
+    return dataclasses.replace(shape, groups=tuple(groups), **next_of(_CHUNK_TIMES))

@@ -318,9 +318,11 @@ def _measured_link(decider: Decider, found: Learned, meet: Agree) -> Link:
     return agreed_link(decider.agree, link, found.copied_share)
 
 
-def _own_groups(decider: Decider, found: Learned, agreed: tuple[RecomputeOption, ...]) -> OwnGroups:
+def _own_groups(decider: Decider, found: Learned, agreed: tuple[RecomputeOption, ...]) -> OwnGroups | None:
+    """Return the groups of this rank; None if they have the bytes on which all ranks agree, and free as many."""
     options = decider.find_options(found.own_shapes) if agreed else ()
-    return OwnGroups(found.own_shapes, found.own_model, options)
+    free_alike = [option.freed_bytes for option in options] == [option.freed_bytes for option in agreed]
+    return None if found.are_own and free_alike else OwnGroups(found.own_shapes, found.own_model, options)
 
 
 def _choose(
@@ -344,7 +346,7 @@ def _with_ratio(decider: Decider, found: Chosen) -> Chosen:
     if found.busy_ratio != 1.0:
         return found
     measured = decider._busy_ratio
-    if measured is None or not (decider.is_alone or measured >= LEAST_CLOCK_RATIO):  # of another measured step alone
+    if measured is None or not (decider.is_alone or measured >= LEAST_CLOCK_RATIO):  # tells only of its measured step
         measured = decider.expected_ratio
     return retimed(found, measured)
 

@@ -55,7 +55,7 @@ class Known:
         varied_share: share of the groups' bytes on the device by which steps with one decision may differ.
         recorded: allocations of the measured step, from which those of other steps are replayed; None: not known.
         took_ms: how long each of its actions took; None: not known.
-        own: groups of this rank, if they may differ from those of `job`.
+        own: groups of this rank, if they differ from those of `job`.
 
     Attributes:
         job: see the argument.

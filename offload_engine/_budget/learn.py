@@ -38,7 +38,9 @@ class Learned(NamedTuple):
     own_shapes: Shapes
     """Of this rank, where those of `job` are agreed."""
     own_model: MemoryModel
-    """Of this rank, with these shapes."""
+    """Of this rank."""
+    are_own: bool
+    """Whether this rank has all bytes of `job`."""
     copied_share: float
     """Share of the bytes of `job` that a rank copies at most."""
 
@@ -83,6 +85,15 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     if recorded is not None:
         recorded.most_events, recorded.has_lags = most_events, bool(some_have_lags)
     model = agreed_model(agree, model, step_boundaries(job.actions, job.shapes))
-    recorded = None if lacks_record else recorded
-    found = job, model, wasted, recorded, waited_us / _US, took_ms
-    return Learned(*found, own_shapes, own_model, agreed.most_share)
+    return Learned(
+        job=job,
+        model=model,
+        wasted_bytes=wasted,
+        recorded=None if lacks_record else recorded,
+        waited_ms=waited_us / _US,
+        took_ms=took_ms,
+        own_shapes=own_shapes,
+        own_model=own_model,
+        are_own=agreed.are_own,
+        copied_share=agreed.most_share,
+    )

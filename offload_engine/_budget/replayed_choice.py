@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -68,7 +68,7 @@ class ReplayedChoice:
         predictor: returns one with what is known now, for steps of the same actions.
         limit_bytes: what a step may hold.
         agree: with the ranks that choose the same now.
-        own: groups of this rank, if they may differ from those of `job`.
+        own: groups of this rank, if they differ from those of `job`.
 
     Attributes:
         is_sound: False once a replay was not believed: none is of use then.
@@ -85,11 +85,9 @@ class ReplayedChoice:
     ) -> None:
         self.is_sound: bool = True
         self._recorded = recorded
-        costs = predictor().costs
-        self._own = None if own is None or _are_alike(own, job.shapes, costs.options) else own
-        self._job = job if self._own is None else replace(job, shapes=self._own.shapes)
-        options = () if self._own is None else self._own.options
-        self._own_steps = Steps(self._job, costs.link, options)  # only planned
+        self._own = own
+        self._job = job if own is None else replace(job, shapes=own.shapes)
+        self._own_steps = Steps(self._job, predictor().costs.link, own.options if own else ())  # only planned
         self._predictor = predictor
         self._steps = predictor().steps
         self._limit_bytes = limit_bytes
@@ -97,7 +95,6 @@ class ReplayedChoice:
         self._lacked_bytes = 0  # by a step that has fitted, for its arena
         self._agree = agree
         self._num_left = min(_MOST_REPLAYS, max(_LEAST_REPLAYS, _MOST_EVENTS // max(1, recorded.most_events)))
-        self._is_too_long = recorded.most_events > _TOO_MANY_EVENTS
 
     def choose(self, choose_by: Callable[[int | None, int], Chosen], *, is_free: bool) -> Chosen | None:
         """Return a choice that was replayed, and fits; if none does, the lowest one. None: replays are of no use.
@@ -107,7 +104,7 @@ class ReplayedChoice:
                 how much of the budget it must leave.
             is_free: it may choose what is recomputed.
         """
-        if self._is_too_long:
+        if self._recorded.most_events > _TOO_MANY_EVENTS:
             return None
         if is_free:
             self._replay_lowest()
@@ -287,10 +284,3 @@ class ReplayedChoice:
     def _replay_of(self, decision: Decision) -> Replay:
         options = self._predictor().costs.options if self._own is None else self._own.options
         return Replay(self._recorded, self._job, decision, options)
-
-
-def _are_alike(own: OwnGroups, shapes: Shapes, options: Sequence[RecomputeOption]) -> bool:
-    """Return whether the groups of a rank have the bytes on which all ranks agree, and free as many."""
-    groups = ([group.nbytes for shape in each for group in shape.groups] for each in (own.shapes, shapes))
-    freed = ([option.freed_bytes for option in each] for each in (own.options, options))
-    return next(groups) == next(groups) and next(freed) == next(freed)
