@@ -13,7 +13,7 @@ from offload_engine._budget.garbage import no_collections
 from offload_engine._budget.replayed_choice import OwnGroups, ReplayedChoice
 from offload_engine.errors import BudgetError
 from offload_engine.planning.allocations import RecordedStep
-from offload_engine.planning.choices import Slot
+from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.choose import (
     Chosen,
     below_floor_text,
@@ -150,6 +150,15 @@ class Known:
             self._recorded = self._recorded if replays.is_sound else None
         found = found or choose_with(self.model, guard_bytes + left_bytes)
         return completed(found, self._predictor(steps, self.model))
+
+    def varied_bytes(self, budget_bytes: int) -> int:
+        """Return by how many bytes steps may differ at the most that are within a budget."""
+        if not self.varied_share:
+            return 0
+        slots = (slot for stage, shape in enumerate(self.job.shapes) for slot in slots_of(stage, shape.groups))
+        nothing_moves = Decision(Choices(frozenset(slots)))
+        most = self._steps_of(self.job.actions).planned(nothing_moves).residents.most
+        return round(self.varied_share * min(self.model.room_bytes(budget_bytes), most))
 
     def curve(self, chosen: Chosen, actions: tuple[Action, ...]) -> tuple[Prediction, ...]:
         """Return steps from the floor to one in which nothing moves, each with more memory and less time than before.

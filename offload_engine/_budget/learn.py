@@ -37,20 +37,30 @@ class Learned(NamedTuple):
     """How long each of its actions took."""
     own_shapes: Shapes
     """Of this rank, where those of `job` are agreed."""
+    least_shapes: Shapes
+    """With the least bytes of any microbatch of this rank; without times."""
     own_model: MemoryModel
     """Of this rank."""
     are_own: bool
-    """Whether this rank has all bytes of `job`."""
+    """Whether this rank has all bytes of `job`, in each microbatch."""
     copied_share: float
     """Share of the bytes of `job` that a rank copies at most."""
 
 
 @no_collections()
-def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Agree, is_early_certain: bool) -> Learned:
+def learned(
+    job: Job,
+    least_shapes: Shapes,
+    recorder: MeasuringRecorder,
+    gauge: MemoryGauge,
+    agree: Agree,
+    is_early_certain: bool,
+) -> Learned:
     """Return what a measured step has shown.
 
     Args:
         job: of the step, in which everything was offloaded; without times.
+        least_shapes: with the least bytes of any microbatch of that step.
         recorder: of the step; blocks until the device has come to its end.
         gauge: not reset since the step ended.
         agree: with the other ranks that decide alike.
@@ -62,6 +72,7 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
     overhead, wasted = max(0, gauge.held_bytes() - peak), max(0, gauge.held_bytes() - gauge.outside_bytes() - peak)
     waits = recorder.waits()
     recorder.close()
+    are_least = least_shapes == job.shapes
     timed = timed_parts(job.shapes, recorder.intervals(), waits)
     own_shapes = with_times(job.shapes, timed)
     agreed = agreed_job(agree, own_shapes)
@@ -93,7 +104,8 @@ def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Ag
         waited_ms=waited_us / _US,
         took_ms=took_ms,
         own_shapes=own_shapes,
+        least_shapes=least_shapes,
         own_model=own_model,
-        are_own=agreed.are_own,
+        are_own=agreed.are_own and are_least,
         copied_share=agreed.most_share,
     )

@@ -49,14 +49,26 @@ _UNSOUND: Final = (
 logger = logging.getLogger(__name__)
 
 
-class OwnGroups(NamedTuple):
-    """Groups of one rank, where others may have more bytes: experts have unequal numbers of tokens."""
+class Groups(NamedTuple):
+    """Groups of one rank."""
 
     shapes: Shapes
-    model: MemoryModel
-    """Of this rank's memory."""
     options: tuple[RecomputeOption, ...]
     """What it can recompute."""
+
+
+class OwnGroups(NamedTuple):
+    """Groups of one rank, where others, or other microbatches, have more bytes: experts have unequal numbers of tokens.
+
+    Its steps are planned by the most bytes that each group has had. None of them may have all of these, so a replay may
+    come to a lower peak, but not to a lower one than with the least bytes.
+    """
+
+    most: Groups
+    least: Groups
+    """In any microbatch of the recorded step."""
+    model: MemoryModel
+    """Of this rank's memory."""
 
 
 class ReplayedChoice:
@@ -86,8 +98,9 @@ class ReplayedChoice:
         self.is_sound: bool = True
         self._recorded = recorded
         self._own = own
-        self._job = job if own is None else replace(job, shapes=own.shapes)
-        self._own_steps = Steps(self._job, predictor().costs.link, own.options if own else ())  # only planned
+        self._job = job if own is None else replace(job, shapes=own.most.shapes)
+        least = Groups(job.shapes, ()) if own is None else own.least
+        self._least_steps = Steps(replace(job, shapes=least.shapes), predictor().costs.link, least.options)
         self._predictor = predictor
         self._steps = predictor().steps
         self._limit_bytes = limit_bytes
@@ -237,8 +250,8 @@ class ReplayedChoice:
         found = replay.reserved()
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
-        own_peak = self._own_peak(decision, peak)
-        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * own_peak
+        least_peak = self._least_peak(decision, peak)
+        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * least_peak
         own, lacking, tight = 0, 0, None
         if found is not None and is_sound:
             lacking = self._lacking_bytes(found, peak)
@@ -247,7 +260,7 @@ class ReplayedChoice:
         least = own + tight.more_bytes if tight else own
         wasted, least, is_unsound = self._agree((own, least, int(not is_sound)))
         if is_unsound:
-            logger.info(_UNSOUND, short_size(own_peak), "nothing" if found is None else short_size(found.peak_bytes))
+            logger.info(_UNSOUND, short_size(least_peak), "nothing" if found is None else short_size(found.peak_bytes))
             self.is_sound = False
             return
         assert found is not None
@@ -270,11 +283,11 @@ class ReplayedChoice:
         """Return by how much a step does not fit, given what it reserves in vain."""
         return self._predictor().held_bytes(decision, wasted_bytes) - self._limit_bytes
 
-    def _own_peak(self, decision: Decision, peak_bytes: int) -> int:
-        """Return the peak of allocated bytes that this rank has, where `peak_bytes` was predicted for all."""
+    def _least_peak(self, decision: Decision, peak_bytes: int) -> int:
+        """Return the least peak of allocated bytes that this rank has, where `peak_bytes` was predicted for all."""
         if self._own is None:
             return peak_bytes
-        job, _, residents = self._own_steps.planned(decision)
+        job, _, residents = self._least_steps.planned(decision)
         return self._own.model.allocated_with(residents, self._own.model.early_share(job, decision.choices))
 
     def _lacking_bytes(self, found: Reserved, peak_bytes: int) -> int:
@@ -282,5 +295,5 @@ class ReplayedChoice:
         return 0 if self._own is None else segment_bytes(max(0, peak_bytes - found.peak_bytes))
 
     def _replay_of(self, decision: Decision) -> Replay:
-        options = self._predictor().costs.options if self._own is None else self._own.options
+        options = self._predictor().costs.options if self._own is None else self._own.most.options
         return Replay(self._recorded, self._job, decision, options)

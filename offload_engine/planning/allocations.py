@@ -137,7 +137,7 @@ class RecordedStep:
     left_out: frozenset[int] = frozenset()
     """Microbatches whose allocations are not here, since those of others are the same."""
     is_exact: bool = True
-    """What others are like those left out in: to the byte, or nearly."""
+    """In what other microbatches, and those of later steps, are like these: to the byte, or nearly."""
     small: Reserved | None = None
     """What small blocks come to if nothing moves, once that is known."""
 

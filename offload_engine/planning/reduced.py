@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from offload_engine.planning.allocations import StoredLives
 from offload_engine.planning.choices import slots_of
 from offload_engine.planning.memory import Job
 from offload_engine.planning.moves import BACKWARD, COMMIT, HELD, LAUNCH, Boundary, GroupKey
@@ -47,6 +49,22 @@ class ReducedJob:
     def group(self, group: GroupKey) -> GroupKey:
         """Return a group of the recorded step."""
         return GroupKey(group.chunk, self._left[group.chunk.stage][group.index])
+
+    def sizes(self, stored: Mapping[GroupKey, Iterable[StoredLives]]) -> dict[GroupKey, int]:
+        """Return the bytes of groups that had fewer in the recorded step than their shapes have.
+
+        Args:
+            stored: what moves with groups of that step. (Of those that are recomputed it tells nothing.)
+        """
+        recorded = {group: sum(each.saved.nbytes for each in own) for group, own in stored.items()}
+        replaced = {group for groups in self.replaced for group in groups}
+        return {
+            group: recorded[found]
+            for chunk in dict.fromkeys(action.chunk for action in self.job.actions)
+            for index, shape in enumerate(self.job.shapes[chunk.stage].groups)
+            if (found := self.group(group := GroupKey(chunk, index))) not in replaced
+            and recorded.get(found, shape.nbytes) < shape.nbytes
+        }
 
     def saved_bytes(self, groups: tuple[GroupKey, ...]) -> int:
         """Return how many bytes groups of the recorded step still save, once they are recomputed."""

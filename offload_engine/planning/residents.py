@@ -8,7 +8,7 @@ for it. This is an upper bound, and exact for a host that runs ahead of its devi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_engine.planning.moves import (
@@ -81,13 +81,16 @@ def groups_before(
 
 
 def moves_in_memory(
-    actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan
+    actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan, sizes: Mapping[GroupKey, int]
 ) -> list[tuple[Boundary, PlannedMove]]:
-    """Return the releases and copy-ins of a step, in order; see `residents_of` for the arguments.
+    """Return the releases and copy-ins of a step, in order; see `residents_of` for the other arguments.
 
     Unlike the moves of the plan, these are what the allocator sees: a group that stays, or is recalled, has none.
+
+    Args:
+        sizes: bytes of groups that have fewer than their shapes, by which the step is planned.
     """
-    walk, found = _Walk(shapes, bounds), []
+    walk, found = _Walk(shapes, bounds, sizes), []
     for boundary in step_boundaries(actions, shapes):
         walk.come_to(boundary)
         walk.move(boundary, plan)
@@ -103,11 +106,12 @@ class _Walk:
         performed: releases and copy-ins so far.
     """
 
-    def __init__(self, shapes: Shapes, bounds: Bounds) -> None:
+    def __init__(self, shapes: Shapes, bounds: Bounds, sizes: Mapping[GroupKey, int] | None = None) -> None:
         self.performed: list[PlannedMove] = []
         self.resident_bytes = self.most_bytes = self.recomputed_bytes = 0
         self._recomputed: set[GroupKey] = set()  # recomputed groups on the device
         self._shapes = shapes
+        self._sizes: Mapping[GroupKey, int] = {} if sizes is None else sizes
         self._largest = largest_bytes(shapes)
         self._budget = bounds.resident_bytes
         self._inflight_limit = bounds.inflight_limit(self._largest)
@@ -199,7 +203,8 @@ class _Walk:
 
     def size(self, group: GroupKey) -> int:
         """Return the bytes of a group."""
-        return self._shape(group).nbytes
+        nbytes = self._sizes.get(group)
+        return self._shape(group).nbytes if nbytes is None else nbytes
 
     def _shape(self, group: GroupKey) -> GroupShape:
         return self._shapes[group.chunk.stage].groups[group.index]

@@ -19,6 +19,8 @@ _STEADY: Final = 1
 """Microbatches of a shortened step beside those that fill the pipeline, at the least."""
 _ENOUGH_EVENTS: Final = 12_000
 """Of a shortened record of a pipeline: as many microbatches stay as have no more."""
+_ALIKE: Final = 1.004
+"""Most bytes of each group, in all, beside the least, in microbatches that are like each other."""
 _WORTHWHILE: Final = 2
 """How many times the microbatches of a shortened step the whole one must have."""
 
@@ -63,7 +65,8 @@ def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
 
     Each microbatch finds the memory as the one before it has, so the allocator reserves the same for both. (24 of them
     on an H200: to the byte in 29 decisions, with an arena and without one, in a twentieth of the time; what all have
-    allocated at once differs by 11 KiB.)
+    allocated at once differs by 11 KiB.) Where experts have other numbers of tokens in each, the first one and the
+    largest others stay, as many as there is time for.
 
     Where several are alive at once, it takes longer until one repeats the other: those stay that fill the pipeline, and
     as many more as there is time for. (4 of 8 on an H200, of which 2 are alive at once: in nine decisions of 18.6 to
@@ -77,14 +80,18 @@ def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
     first, *others = dict.fromkeys(action.chunk.microbatch for action in job.actions)
     num_alive = _num_alive(job.actions)
     is_pipeline = num_alive > 1
+    are_alike = _are_alike(step)
+    if not are_alike:
+        step = replace(step, is_exact=False)
+    enough = _ENOUGH_EVENTS * (1 + len(others)) // max(1, step.most_events)
     if is_pipeline:
-        enough = _ENOUGH_EVENTS * (1 + len(others)) // max(1, step.most_events)
         kept = {action.chunk.microbatch for action in _filling(job.actions, max(enough, num_alive))}
     elif shortened(job.actions) == job.actions:
         return step
     else:
         sizes = _saved_bytes(step)
-        kept = {first, max(others, key=lambda microbatch: sizes[microbatch])}
+        num = 1 if are_alike else max(1, enough - 1)
+        kept = {first, *sorted(others, key=lambda microbatch: -sizes[microbatch])[:num]}
     left_out = frozenset(others) - kept
     if not left_out:
         return step
@@ -97,7 +104,7 @@ def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
         lives=lives,
         stored={group: stored for group, stored in step.stored.items() if group.chunk.microbatch not in left_out},
         left_out=left_out,
-        is_exact=not is_pipeline,
+        is_exact=are_alike and not is_pipeline,
         most_events=round(step.most_events * len(lives) / len(step.lives)),
     )
 
@@ -108,6 +115,16 @@ def _saved_bytes(step: RecordedStep) -> Counter[int]:
     for group, stored in step.stored.items():
         found[group.chunk.microbatch] += sum(each.saved.nbytes for each in stored)
     return found
+
+
+def _are_alike(step: RecordedStep) -> bool:
+    """Return whether groups have nearly as many bytes in each microbatch."""
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for group, stored in step.stored.items():
+        own = sum(each.saved.nbytes for each in stored)
+        sizes.setdefault((group.chunk.stage, group.index), []).append(own)
+    most, least = (sum(map(of, sizes.values())) for of in (max, min))
+    return most <= _ALIKE * least
 
 
 def _spans_of(microbatches: frozenset[int], step: RecordedStep, job: Job) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from offload_engine._budget.allocations import AllocationNotes
 from offload_engine._budget.arenas import arena_for, tight_arena
 from offload_engine._budget.known import Known
 from offload_engine._budget.module_runs import ModuleRuns
-from offload_engine._budget.replayed_choice import _MOST_EVENTS, _TOO_MANY_EVENTS, OwnGroups, ReplayedChoice
+from offload_engine._budget.replayed_choice import _MOST_EVENTS, _TOO_MANY_EVENTS, Groups, OwnGroups, ReplayedChoice
 from offload_engine._budget.state import State
 from offload_engine._compat import torch_private
 from offload_engine._devices.cuda_trace import log_of, start_recording, stop_recording
@@ -193,6 +193,8 @@ class Job:
         monkeypatch: pytest.MonkeyPatch,
         actions: tuple[Action, ...] = STEP,
         widths: tuple[int, ...] = WIDTHS,
+        *,
+        vary: bool = False,
     ) -> None:
         self.device = ClockDevice()
         self.account = self.device.allocated = Account()
@@ -201,7 +203,9 @@ class Job:
         monkeypatch.setattr(address_of, lambda tensor: self.account.addresses[tensor.untyped_storage()._cdata])
         self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)
         self.actions, self.widths = actions, widths
-        self.scales = [torch.nn.Parameter(torch.full((width, 1), 1.0 / width)) for width in widths]
+        self._vary = vary
+        most = [max(widths)] * len(widths) if vary else widths
+        self.scales = [torch.nn.Parameter(torch.full((width, 1), 1.0 / width)) for width in most]
         self.optimizer = torch.optim.SGD(self.scales, lr=0.1)
         for scale in self.scales:
             self.account.note(scale.untyped_storage())
@@ -232,14 +236,15 @@ class Job:
         chunk = self.engine.start_chunk(key)
         x = torch.ones(ROW, requires_grad=True)
         for index, scale in enumerate(self.scales):
-            x = self._layer(chunk, index, scale, x)
+            width = self.widths[(index + key.microbatch * self._vary) % len(self.widths)]
+            x = self._layer(chunk, index, scale[:width], x)
         chunk.end_forward()
         return chunk, x.mean()
 
     def _layer(self, chunk: Any, index: int, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         x = group_start(x, chunk, "wide", GroupTraits(layer=index))
         with chunk.saved_tensors_hooks():
-            wide = (torch.stack([x] * self.widths[index]).sin() * scale).cos()
+            wide = (torch.stack([x] * len(scale)).sin() * scale).cos()
         self.device.compute(self.compute_ms)
         wide = group_commit(wide, chunk)
         wide = group_start(wide, chunk, "narrow", GroupTraits(layer=index))
@@ -348,9 +353,14 @@ def test_of_many_microbatches_few_are_replayed(monkeypatch: pytest.MonkeyPatch) 
         assert {group.chunk.microbatch for group in moved} <= {0, 1}, "nor are moves of the others planned"
     key = GroupKey(ChunkKey(0, 3), 0)
     stored = {**step.stored, key: [*step.stored[key], step.stored[key][0]]}
-    largest = shortened_record(dataclasses.replace(step, stored=stored), planned)
+    unlike = dataclasses.replace(step, stored=stored)
+    assert not shortened_record(unlike, planned).left_out, "each is replayed while they are few"
+    monkeypatch.setattr("offload_engine.planning.shortened._ENOUGH_EVENTS", 1)
+    largest = shortened_record(unlike, planned)
     assert largest.left_out == {1, 2, 4} and largest.most_events == few.most_events
-    assert replayed(largest, planned, Decision()) == replayed(few, planned, Decision())
+    assert few.is_exact and not largest.is_exact
+    monkeypatch.setattr("offload_engine.planning.shortened._ALIKE", 2)
+    assert replayed(shortened_record(unlike, planned), planned, Decision()) == replayed(few, planned, Decision())
     assert shortened_record(dataclasses.replace(step, moments={}), planned).left_out == frozenset()
 
 
@@ -744,7 +754,9 @@ def test_a_rank_whose_groups_are_smaller_than_those_of_others_replays_its_own(bu
     others: Any = dict.fromkeys(step_boundaries(job.actions, job.shapes), 13 * GIB // 2)
     floor, own_floor = (each.residents(Choices()).moved_bytes for each in (agreed, job))
     model = MemoryModel(OtherBytes(others, {}), floor, floor, wasted_bytes=GIB, overhead_bytes=GIB)
-    own = OwnGroups(job.shapes, dataclasses.replace(model, floor_bytes=own_floor, floor_moved_bytes=own_floor), options)
+    own_model = dataclasses.replace(model, floor_bytes=own_floor, floor_moved_bytes=own_floor)
+    groups = Groups(job.shapes, options)
+    own = OwnGroups(groups, groups, own_model)
     fewer = tuple(dataclasses.replace(option, freed_bytes=option.freed_bytes - 100 * MIB) for option in options)
     known = Known(agreed, model, Costs(options=fewer), 0.0, step, None, own)
     best = known.choose(STEP, budget, agree=tuple).best
@@ -758,7 +770,7 @@ def test_a_rank_whose_groups_are_smaller_than_those_of_others_replays_its_own(bu
     again = known.choose(STEP, budget, agree=tuple).best
     assert again.decision == best.decision and present(again.arena_bytes) >= present(best.arena_bytes), "also later"
     more = OtherBytes({at: nbytes + budget // 16 for at, nbytes in others.items()}, {})
-    own = own._replace(model=dataclasses.replace(own.model, others=more))
+    own = own._replace(model=dataclasses.replace(own_model, others=more))
     known = Known(agreed, model, Costs(options=fewer), 0.0, step, None, own)
     assert known.choose(STEP, budget, agree=tuple).best.arena_bytes is None, "another peak of its own is not believed"
 
