@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from offload_engine.planning.steps import Decision
+from offload_engine.schedule import one_forward_one_backward
 from tests.cpu.test_replay import FLOOR, HOLD, MEASURE, MIB, VERIFY, Job
 from tests.meeting import Meeting
 
@@ -57,3 +58,28 @@ def test_both_believe_their_replays_and_hold_no_more_than_predicted(mib: int, mo
     assert 0.95 * predicted < max(held) <= predicted <= mib * MIB
     [corrected] = {job.steps[-1][1] for job in jobs}
     assert corrected == max(held)
+
+
+@pytest.mark.parametrize("mib", [110, 130, 150, 180])
+def test_microbatches_that_save_unlike_bytes_hold_what_is_predicted(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are planned by the most bytes of each group, which none has; they are released by their own."""
+    job = Job(mib * MIB, monkeypatch, tuple(one_forward_one_backward(1, 0, 3)), vary=True)
+    for _ in range(NUM_STEPS):
+        job.step()
+    assert [state for state, _, _ in job.steps] == [FLOOR, FLOOR, MEASURE, VERIFY, VERIFY, HOLD, HOLD, HOLD]
+    best = job.engine.budget.decider.chosen.best  # type: ignore[union-attr]
+    assert best.arena_bytes is not None and best.num_moves
+    assert all(predicted == held <= mib * MIB for state, predicted, held in job.steps if state in (VERIFY, HOLD))
+
+
+def test_a_first_decision_leaves_as_much_as_steps_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its second step would be judged to have too little left, and another decision would take two more."""
+    widths = 5, 4, 5, 4, 5, 4, 5, 5
+    job = Job(170 * MIB, monkeypatch, widths=widths)
+    for number in range(NUM_STEPS):
+        job.widths = (5, 4, 5, 4, 4, 4, 5, 5) if number == 1 else widths
+        job.step()
+    assert [state for state, _, _ in job.steps] == [FLOOR, FLOOR, MEASURE, VERIFY, VERIFY, HOLD, HOLD, HOLD]
+    decider = job.engine.budget.decider  # type: ignore[union-attr]
+    left = decider.budget_bytes - decider.chosen.best.held_bytes  # type: ignore[union-attr]
+    assert left > decider.margin_bytes > 4 * MIB
