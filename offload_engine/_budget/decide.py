@@ -24,7 +24,7 @@ from offload_engine._budget.learn import Learned, learned
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.module_runs import ModuleRuns
-from offload_engine._budget.replayed_choice import Groups, OwnGroups
+from offload_engine._budget.own_groups import OwnGroups
 from offload_engine._budget.stages import Stages
 from offload_engine._budget.summary import saved_of
 from offload_engine._budget.taken import TakenPlan, take
@@ -194,7 +194,7 @@ class Decider:
         if shapes is None or cannot:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
-        found = learned(job, self._policy.least_shapes(actions), recorder, gauge, self.agree, self._is_early_certain)
+        found = learned(job, recorder, gauge, self.agree, self._is_early_certain)
         link = _measured_link(self, found, meet)
         options = agreed_options(self.agree, self.find_options(found.job.shapes))
         floor_ms, varied_share = agreed_numbers(self.agree, floor.milliseconds, floor.varied_share)
@@ -320,13 +320,9 @@ def _measured_link(decider: Decider, found: Learned, meet: Agree) -> Link:
 
 def _own_groups(decider: Decider, found: Learned, agreed: tuple[RecomputeOption, ...]) -> OwnGroups | None:
     """Return the groups of this rank; None if they have the bytes on which all ranks agree, and free as many."""
-
-    def groups_of(shapes: Shapes) -> Groups:
-        return Groups(shapes, decider.find_options(shapes) if agreed else ())
-
-    most, least = groups_of(found.own_shapes), groups_of(found.least_shapes)
-    free_alike = [option.freed_bytes for option in most.options] == [option.freed_bytes for option in agreed]
-    return None if found.are_own and free_alike else OwnGroups(most, least, found.own_model)
+    options = decider.find_options(found.own_job.shapes) if agreed else ()
+    free_alike = [option.freed_bytes for option in options] == [option.freed_bytes for option in agreed]
+    return None if found.are_own and free_alike else OwnGroups(found.own_job, found.own_model, options)
 
 
 def _choose(

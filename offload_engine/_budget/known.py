@@ -10,7 +10,8 @@ from typing import Final
 
 from offload_engine._budget.agreement import Agree
 from offload_engine._budget.garbage import no_collections
-from offload_engine._budget.replayed_choice import OwnGroups, ReplayedChoice
+from offload_engine._budget.own_groups import OwnGroups
+from offload_engine._budget.replayed_choice import ReplayedChoice
 from offload_engine.errors import BudgetError
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import Choices, Slot, slots_of

@@ -14,7 +14,7 @@ from offload_engine._budget.times import action_times, timed_parts, with_times
 from offload_engine._devices.base import MemoryGauge
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_groups_model, make_memory_model
-from offload_engine.planning.shapes import Shapes, step_boundaries
+from offload_engine.planning.shapes import step_boundaries
 from offload_engine.planning.shortened import shortened_record
 
 _US: Final = 1e3
@@ -35,10 +35,8 @@ class Learned(NamedTuple):
     """How long compute waited for copies."""
     took_ms: tuple[float, ...]
     """How long each of its actions took."""
-    own_shapes: Shapes
-    """Of this rank, where those of `job` are agreed."""
-    least_shapes: Shapes
-    """With the least bytes of any microbatch of this rank; without times."""
+    own_job: Job
+    """With the groups of this rank, where those of `job` are agreed."""
     own_model: MemoryModel
     """Of this rank."""
     are_own: bool
@@ -48,19 +46,11 @@ class Learned(NamedTuple):
 
 
 @no_collections()
-def learned(
-    job: Job,
-    least_shapes: Shapes,
-    recorder: MeasuringRecorder,
-    gauge: MemoryGauge,
-    agree: Agree,
-    is_early_certain: bool,
-) -> Learned:
+def learned(job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Agree, is_early_certain: bool) -> Learned:
     """Return what a measured step has shown.
 
     Args:
         job: of the step, in which everything was offloaded; without times.
-        least_shapes: with the least bytes of any microbatch of that step.
         recorder: of the step; blocks until the device has come to its end.
         gauge: not reset since the step ended.
         agree: with the other ranks that decide alike.
@@ -72,10 +62,9 @@ def learned(
     overhead, wasted = max(0, gauge.held_bytes() - peak), max(0, gauge.held_bytes() - gauge.outside_bytes() - peak)
     waits = recorder.waits()
     recorder.close()
-    are_least = least_shapes == job.shapes
     timed = timed_parts(job.shapes, recorder.intervals(), waits)
-    own_shapes = with_times(job.shapes, timed)
-    agreed = agreed_job(agree, own_shapes)
+    own_job = dataclasses.replace(job, shapes=with_times(job.shapes, timed))
+    agreed = agreed_job(agree, own_job.shapes)
     job = dataclasses.replace(job, shapes=agreed.shapes)
     took_ms = agreed_times(agree, action_times(job.actions, timed))
     memory = MeasuredMemory(recorder.boundaries, between, overhead, wasted)
@@ -84,10 +73,10 @@ def learned(
     else:
         own_model = model = make_memory_model(job, memory, is_early_certain=is_early_certain)
         if not agreed.are_own:
-            own_job = dataclasses.replace(job, shapes=own_shapes)
             own_model = make_memory_model(own_job, memory, is_early_certain=is_early_certain)
     whole = recorder.allocations()
-    recorded = None if whole is None else shortened_record(whole, job)
+    are_own = agreed.are_own and (whole is None or whole.is_like(own_job.shapes))
+    recorded = None if whole is None else shortened_record(whole, own_job)
     num_events = 0 if recorded is None else recorded.most_events
     waited_us = round(_US * sum(wait.exposed_ms for wait in waits))
     has_lags = recorded is not None and recorded.has_lags
@@ -103,9 +92,8 @@ def learned(
         recorded=None if lacks_record else recorded,
         waited_ms=waited_us / _US,
         took_ms=took_ms,
-        own_shapes=own_shapes,
-        least_shapes=least_shapes,
+        own_job=own_job,
         own_model=own_model,
-        are_own=agreed.are_own and are_least,
+        are_own=are_own,
         copied_share=agreed.most_share,
     )

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from offload_engine._budget.agreement import Agree
 from offload_engine._budget.arenas import Arena, arena_for, tight_arena
+from offload_engine._budget.own_groups import OwnGroups
 from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choose import Chosen
-from offload_engine.planning.memory import Job, MemoryModel
+from offload_engine.planning.memory import Job
 from offload_engine.planning.predict import Prediction, Predictor
-from offload_engine.planning.recompute import RecomputeOption, cheapest_first, recomputing
+from offload_engine.planning.recompute import cheapest_first, recomputing
 from offload_engine.planning.replay import Replay
 from offload_engine.planning.segments import Reserved, segment_bytes, with_spare
-from offload_engine.planning.shapes import Shapes
-from offload_engine.planning.steps import Decision, Steps
+from offload_engine.planning.steps import Decision
 from offload_engine.sizes import short_size
 
 _MOST_EVENTS: Final = 120_000
@@ -49,28 +48,6 @@ _UNSOUND: Final = (
 logger = logging.getLogger(__name__)
 
 
-class Groups(NamedTuple):
-    """Groups of one rank."""
-
-    shapes: Shapes
-    options: tuple[RecomputeOption, ...]
-    """What it can recompute."""
-
-
-class OwnGroups(NamedTuple):
-    """Groups of one rank, where others, or other microbatches, have more bytes: experts have unequal numbers of tokens.
-
-    Its steps are planned by the most bytes that each group has had. None of them may have all of these, so a replay may
-    come to a lower peak, but not to a lower one than with the least bytes.
-    """
-
-    most: Groups
-    least: Groups
-    """In any microbatch of the recorded step."""
-    model: MemoryModel
-    """Of this rank's memory."""
-
-
 class ReplayedChoice:
     """Replays what is chosen, and chooses again by what that reserves, until what was chosen has been replayed.
 
@@ -98,9 +75,7 @@ class ReplayedChoice:
         self.is_sound: bool = True
         self._recorded = recorded
         self._own = own
-        self._job = job if own is None else replace(job, shapes=own.most.shapes)
-        least = Groups(job.shapes, ()) if own is None else own.least
-        self._least_steps = Steps(replace(job, shapes=least.shapes), predictor().costs.link, least.options)
+        self._job = job if own is None else own.job
         self._predictor = predictor
         self._steps = predictor().steps
         self._limit_bytes = limit_bytes
@@ -250,8 +225,8 @@ class ReplayedChoice:
         found = replay.reserved()
         # The peak is known from measurements, too: a replay that comes to a lower one has missed something. One that
         # comes to a higher one knows more, for instance what a recomputation allocates between two boundaries.
-        least_peak = self._least_peak(decision, peak)
-        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * least_peak
+        own_peak = peak if self._own is None else self._own.peak_bytes(decision, self._recorded)
+        is_sound = found is not None and found.peak_bytes >= (1 - _PEAK_TOLERANCE) * own_peak
         own, lacking, tight = 0, 0, None
         if found is not None and is_sound:
             lacking = self._lacking_bytes(found, peak)
@@ -260,7 +235,7 @@ class ReplayedChoice:
         least = own + tight.more_bytes if tight else own
         wasted, least, is_unsound = self._agree((own, least, int(not is_sound)))
         if is_unsound:
-            logger.info(_UNSOUND, short_size(least_peak), "nothing" if found is None else short_size(found.peak_bytes))
+            logger.info(_UNSOUND, short_size(own_peak), "nothing" if found is None else short_size(found.peak_bytes))
             self.is_sound = False
             return
         assert found is not None
@@ -283,17 +258,10 @@ class ReplayedChoice:
         """Return by how much a step does not fit, given what it reserves in vain."""
         return self._predictor().held_bytes(decision, wasted_bytes) - self._limit_bytes
 
-    def _least_peak(self, decision: Decision, peak_bytes: int) -> int:
-        """Return the least peak of allocated bytes that this rank has, where `peak_bytes` was predicted for all."""
-        if self._own is None:
-            return peak_bytes
-        job, _, residents = self._least_steps.planned(decision)
-        return self._own.model.allocated_with(residents, self._own.model.early_share(job, decision.choices))
-
     def _lacking_bytes(self, found: Reserved, peak_bytes: int) -> int:
         """Return how much less this rank has than others may have, and than it may have in the next step."""
         return 0 if self._own is None else segment_bytes(max(0, peak_bytes - found.peak_bytes))
 
     def _replay_of(self, decision: Decision) -> Replay:
-        options = self._predictor().costs.options if self._own is None else self._own.most.options
+        options = self._predictor().costs.options if self._own is None else self._own.options
         return Replay(self._recorded, self._job, decision, options)

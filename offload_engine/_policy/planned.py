@@ -92,12 +92,6 @@ class PlannedPolicy(Policy):
         """Return the shapes that steps have shown of the chunks in `actions`; None if not all are known."""
         return self._shown(actions) if _is_whole_step(actions) else None
 
-    def least_shapes(self, actions: Sequence[Action]) -> Shapes:
-        """Return known shapes with the least bytes that each group had in any chunk of the last step."""
-        found = self._log.least_shapes(_stages_of(actions))
-        assert found is not None
-        return found
-
     def slots(self) -> frozenset[Slot]:
         """Return the slots of all groups that steps have shown."""
         return self._log.slots()
@@ -163,7 +157,7 @@ class PlannedPolicy(Policy):
         return ((OUT, group),)  # UNKEEP, planned or not: only its keep had it stay
 
     def _shown(self, actions: Sequence[Action]) -> Shapes | None:
-        return self._log.shapes(_stages_of(actions))
+        return self._log.shapes({action.chunk.stage for action in actions})
 
     def _make_plan(self, actions: Sequence[Action], shapes: Shapes, is_combined: bool) -> Plan:
         return self._planner.plan_step(actions, shapes, self._bounds, choices=self.choices, is_combined=is_combined)
@@ -238,10 +232,6 @@ class PlannedPolicy(Policy):
         planned = groups[group.index]
         is_same_place = group.name == planned.name and group.layer == planned.layer
         return is_same_place and group.own_bytes <= _TOLERANCE * planned.nbytes
-
-
-def _stages_of(actions: Sequence[Action]) -> set[int]:
-    return {action.chunk.stage for action in actions}
 
 
 def _is_whole_step(actions: Sequence[Action]) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from offload_engine._chunk.progress import ChunkProgress
@@ -23,7 +23,6 @@ class ShapeLog:
 
     def __init__(self) -> None:
         self._shapes: dict[int, ChunkShape | None] = {}  # None: its chunks differ in more than bytes
-        self._least: dict[int, ChunkShape | None] = {}  # of the last step, with the least bytes of any of its chunks
         self._tails: dict[ChunkKey, int] = {}  # of the running step
         self._launches: dict[ChunkKey, list[int]] = {}
         self._held: dict[ChunkKey, list[int]] = {}
@@ -31,11 +30,11 @@ class ShapeLog:
 
     def shapes(self, stages: set[int]) -> Shapes | None:
         """Return the shapes of these virtual stages; None if one of them is not known yet, or has none."""
-        return _known(self._shapes, stages)
-
-    def least_shapes(self, stages: set[int]) -> Shapes | None:
-        """Return the same with the least bytes that each group had in any chunk of the last step."""
-        return _known(self._least, stages)
+        if stages != set(range(len(stages))):
+            return None
+        shapes = [self._shapes.get(stage) for stage in sorted(stages)]
+        found = tuple(shape for shape in shapes if shape is not None)
+        return found if len(found) == len(shapes) else None
 
     def slots(self) -> frozenset[Slot]:
         """Return the slots of all groups of the chunks that have shown one shape."""
@@ -63,12 +62,10 @@ class ShapeLog:
         for stage, shapes in seen.items():
             known = self._shapes.get(stage)
             self._shapes[stage] = _joined(shapes if known is None else [known, *shapes]) or _joined(shapes)
-            self._least[stage] = _joined(shapes, min)
 
     def forget(self) -> None:
         """Forget all shapes, because the next step has others."""
         self._shapes.clear()
-        self._least.clear()
 
     def clear(self) -> None:
         """Forget the running step."""
@@ -99,18 +96,9 @@ class ShapeLog:
         )
 
 
-def _known(found: dict[int, ChunkShape | None], stages: set[int]) -> Shapes | None:
-    if stages != set(range(len(stages))):
-        return None
-    known = [shape for stage in sorted(stages) if (shape := found.get(stage)) is not None]
-    return tuple(known) if len(known) == len(stages) else None
+def _joined(shapes: list[ChunkShape]) -> ChunkShape | None:
+    """Return the shape that covers all of `shapes`; None if they differ in more than bytes."""
 
-
-def _joined(shapes: list[ChunkShape], bytes_of: Callable[[Iterable[int]], int] = max) -> ChunkShape | None:
-    """Return the shape that covers all of `shapes`, or the one that each covers (`min`).
-
-    None if they differ in more than bytes.
-    """
     first = shapes[0]
     groups = []
     for same in zip(*(shape.groups for shape in shapes)):  # noqa: B905  (their numbers are compared below)
@@ -120,7 +108,7 @@ def _joined(shapes: list[ChunkShape], bytes_of: Callable[[Iterable[int]], int] =
             GroupShape(
                 same[0].name,
                 layer=same[0].layer,
-                nbytes=bytes_of(group.nbytes for group in same),
+                nbytes=max(group.nbytes for group in same),
                 may_delay=same[0].may_delay,
                 keep=any(group.keep for group in same),
                 unkeep_count=max((g.unkeep_count for g in same if g.unkeep_count is not None), default=None),

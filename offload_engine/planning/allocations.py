@@ -7,17 +7,21 @@ A moment is a number of events: those with a smaller index have happened.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from offload_engine.planning.choices import Slot, slots_of
 from offload_engine.planning.moves import COMMIT, Boundary, GroupKey
 from offload_engine.planning.segments import Reserved, Segment, is_small_block, rounded
+from offload_engine.planning.shapes import Shapes
 
 ALLOCATED: Final = 0
 FREE_ASKED: Final = 1
 """Its owner has freed it; it may be in use on another stream."""
 FREED: Final = 2
+_ALIKE: Final = 1.004
+"""How many times its bytes a step may have been planned with that is like its plan."""
 
 
 class Event(NamedTuple):
@@ -149,6 +153,30 @@ class RecordedStep:
         self.main_stream: int = max(by_stream, key=lambda stream: by_stream[stream])  # allocates most
         # Of one of the ranks that decide alike.
         self.has_lags: bool = any(life.lag and not is_small_block(life.nbytes) for life in self.lives)
+
+    def sizes(self) -> dict[GroupKey, int]:
+        """Return the bytes of each group that moves."""
+        return {group: sum(each.saved.nbytes for each in stored) for group, stored in self.stored.items()}
+
+    def fewer_bytes(self, shapes: Shapes, recomputed: Collection[Slot]) -> dict[GroupKey, int]:
+        """Return the bytes of groups that had fewer here than by these shapes; of what is recomputed nothing is known.
+
+        Args:
+            shapes: by which steps are planned.
+            recomputed: slots of groups.
+        """
+        slots = [slots_of(stage, shape.groups) for stage, shape in enumerate(shapes)]
+        return {
+            GroupKey(chunk, index): nbytes
+            for (chunk, index), nbytes in self.sizes().items()
+            if nbytes < shapes[chunk.stage].groups[index].nbytes and slots[chunk.stage][index] not in recomputed
+        }
+
+    def is_like(self, shapes: Shapes) -> bool:
+        """Return whether groups have had nearly all bytes of these shapes, in each microbatch."""
+        sizes = self.sizes()
+        planned = sum(shapes[group.chunk.stage].groups[group.index].nbytes for group in sizes)
+        return planned <= _ALIKE * sum(sizes.values())
 
     def begun_between(self, begin: int, end: int) -> list[Life]:
         """Return the lives that began in the step, at or after one moment and before another, in order."""

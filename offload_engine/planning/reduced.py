@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from offload_engine.planning.allocations import StoredLives
+from offload_engine.planning.allocations import RecordedStep
 from offload_engine.planning.choices import slots_of
 from offload_engine.planning.memory import Job
 from offload_engine.planning.moves import BACKWARD, COMMIT, HELD, LAUNCH, Boundary, GroupKey
@@ -33,6 +32,7 @@ class ReducedJob:
 
     def __init__(self, job: Job, decision: Decision, options: tuple[RecomputeOption, ...]) -> None:
         self.replaced: dict[tuple[GroupKey, ...], RecomputeOption] = _groups_of(job, options)
+        self._shapes, self._recomputed = job.shapes, decision.choices.recomputed
         shapes = with_recomputation(job.shapes, options)
         self._saved_bytes = [[group.nbytes for group in shape.groups] for shape in shapes]
         gone = [_without_bytes(stage, shape, decision) for stage, shape in enumerate(shapes)]
@@ -50,21 +50,12 @@ class ReducedJob:
         """Return a group of the recorded step."""
         return GroupKey(group.chunk, self._left[group.chunk.stage][group.index])
 
-    def sizes(self, stored: Mapping[GroupKey, Iterable[StoredLives]]) -> dict[GroupKey, int]:
-        """Return the bytes of groups that had fewer in the recorded step than their shapes have.
-
-        Args:
-            stored: what moves with groups of that step. (Of those that are recomputed it tells nothing.)
-        """
-        recorded = {group: sum(each.saved.nbytes for each in own) for group, own in stored.items()}
-        replaced = {group for groups in self.replaced for group in groups}
-        return {
-            group: recorded[found]
-            for chunk in dict.fromkeys(action.chunk for action in self.job.actions)
-            for index, shape in enumerate(self.job.shapes[chunk.stage].groups)
-            if (found := self.group(group := GroupKey(chunk, index))) not in replaced
-            and recorded.get(found, shape.nbytes) < shape.nbytes
-        }
+    def fewer_bytes(self, step: RecordedStep) -> dict[GroupKey, int]:
+        """Return the bytes of groups that had fewer in the recorded step than by the shapes of the job."""
+        fewer = step.fewer_bytes(self._shapes, self._recomputed)
+        chunks = {group.chunk for group in fewer}
+        groups = (GroupKey(chunk, index) for chunk in chunks for index in range(len(self._left[chunk.stage])))
+        return {group: fewer[found] for group in groups if (found := self.group(group)) in fewer}
 
     def saved_bytes(self, groups: tuple[GroupKey, ...]) -> int:
         """Return how many bytes groups of the recorded step still save, once they are recomputed."""

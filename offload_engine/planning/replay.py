@@ -136,7 +136,7 @@ class _MovedStep:
         for boundary in step_boundaries(job.actions, job.shapes):
             last = max(last, self._step.moments.get(reduced.boundary(boundary), last))
             places[boundary] = last
-        moves = moves_in_memory(job.actions, job.shapes, job.bounds, reduced.plan, reduced.sizes(self._step.stored))
+        moves = moves_in_memory(job.actions, job.shapes, job.bounds, reduced.plan, reduced.fewer_bytes(self._step))
         for number, (boundary, (op, group)) in enumerate(moves):
             places_of = self._released if op is DROP else self._returned
             places_of[reduced.group(group)] = Place(places[boundary], MOVED, number)

@@ -45,6 +45,7 @@ def residents_of(
     bounds: Bounds,
     plan: Plan,
     boundaries: Sequence[Boundary] | None = None,
+    sizes: Mapping[GroupKey, int] | None = None,
 ) -> Residents:
     """Return the bytes of groups on the device in a planned step.
 
@@ -56,8 +57,9 @@ def residents_of(
         bounds: bounds of the plan.
         plan: plan of the step.
         boundaries: boundaries of the step, if known, as `step_boundaries` lists them.
+        sizes: bytes of groups that have fewer than their shapes, by which the step is planned.
     """
-    walk = _Walk(shapes, bounds)
+    walk = _Walk(shapes, bounds, sizes)
     found = {}
     for boundary in boundaries or step_boundaries(actions, shapes):
         walk.come_to(boundary)
@@ -83,12 +85,9 @@ def groups_before(
 def moves_in_memory(
     actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan, sizes: Mapping[GroupKey, int]
 ) -> list[tuple[Boundary, PlannedMove]]:
-    """Return the releases and copy-ins of a step, in order; see `residents_of` for the other arguments.
+    """Return the releases and copy-ins of a step, in order; see `residents_of` for the arguments.
 
     Unlike the moves of the plan, these are what the allocator sees: a group that stays, or is recalled, has none.
-
-    Args:
-        sizes: bytes of groups that have fewer than their shapes, by which the step is planned.
     """
     walk, found = _Walk(shapes, bounds, sizes), []
     for boundary in step_boundaries(actions, shapes):

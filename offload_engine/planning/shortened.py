@@ -19,8 +19,6 @@ _STEADY: Final = 1
 """Microbatches of a shortened step beside those that fill the pipeline, at the least."""
 _ENOUGH_EVENTS: Final = 12_000
 """Of a shortened record of a pipeline: as many microbatches stay as have no more."""
-_ALIKE: Final = 1.004
-"""Most bytes of each group, in all, beside the least, in microbatches that are like each other."""
 _WORTHWHILE: Final = 2
 """How many times the microbatches of a shortened step the whole one must have."""
 
@@ -80,7 +78,7 @@ def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
     first, *others = dict.fromkeys(action.chunk.microbatch for action in job.actions)
     num_alive = _num_alive(job.actions)
     is_pipeline = num_alive > 1
-    are_alike = _are_alike(step)
+    are_alike = step.is_like(job.shapes)
     if not are_alike:
         step = replace(step, is_exact=False)
     enough = _ENOUGH_EVENTS * (1 + len(others)) // max(1, step.most_events)
@@ -112,19 +110,9 @@ def shortened_record(step: RecordedStep, job: Job) -> RecordedStep:
 def _saved_bytes(step: RecordedStep) -> Counter[int]:
     """Return how many bytes each microbatch has saved."""
     found: Counter[int] = Counter()
-    for group, stored in step.stored.items():
-        found[group.chunk.microbatch] += sum(each.saved.nbytes for each in stored)
+    for group, nbytes in step.sizes().items():
+        found[group.chunk.microbatch] += nbytes
     return found
-
-
-def _are_alike(step: RecordedStep) -> bool:
-    """Return whether groups have nearly as many bytes in each microbatch."""
-    sizes: dict[tuple[int, int], list[int]] = {}
-    for group, stored in step.stored.items():
-        own = sum(each.saved.nbytes for each in stored)
-        sizes.setdefault((group.chunk.stage, group.index), []).append(own)
-    most, least = (sum(map(of, sizes.values())) for of in (max, min))
-    return most <= _ALIKE * least
 
 
 def _spans_of(microbatches: frozenset[int], step: RecordedStep, job: Job) -> list[tuple[int, int]]:

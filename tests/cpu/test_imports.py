@@ -21,9 +21,10 @@ ROOT = Path(__file__).parents[2]
 LAYERS = {
     "offload_engine": """
         meter output counted policies schedule sizes gpu_budget traits stats planning planning.moves planning.segments
-        planning.allocations _compat _compat.build _compat.smp _compat.te_base _compat.torch_private
+        _compat _compat.build _compat.smp _compat.te_base _compat.torch_private
         _compat.tensor_reads _compat._tensor_reads _compat.reads _compat.own_hooks config planning.clocks
-        planning.shapes planning.hardware planning.choices planning.saved_plan planning.copy_ins planning.plan
+        planning.shapes planning.hardware planning.choices planning.allocations planning.saved_plan
+        planning.copy_ins planning.plan
         planning.budget planning.chosen planning.releases planning.planner planning.recompute planning.residents
         planning.other_bytes planning.memory _devices._cuda_calls _devices.regions _devices.base
         _devices.cuda_calls errors _observe
@@ -47,8 +48,9 @@ LAYERS = {
         _policy.choose _policy.executor _budget _budget.gauge _budget.link _budget.allocations _budget.measure
         _budget.module_runs _budget.optimizers group_boundaries chunk _budget.last_step _budget.margin
         _budget.state _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times
-        _budget.idleness _budget.floor _budget.garbage _budget.hold_times _budget.arenas _budget.replayed_choice
-        _budget.known _budget.learn _budget.taken _budget.stages _budget.decide _budget.first _budget.in_force
+        _budget.idleness _budget.floor _budget.garbage _budget.hold_times _budget.arenas _budget.own_groups
+        _budget.replayed_choice _budget.known _budget.learn _budget.taken _budget.stages _budget.decide
+        _budget.first _budget.in_force
         _budget.tables _budget.picture _budget.hold _budget.verify _budget.view rank_reports
         _budget.controller engine_view identities functions graph_captures engine plan_files rehearsal
         rehearsal.allocated rehearsal.attention rehearsal.costs rehearsal.failures rehearsal.operators
