@@ -10,8 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from offload_engine._budget.agreement import Agree, agreed_job, agreed_link, agreed_times
+from offload_engine._budget.agreement import Agree, agreed_job, agreed_link, agreed_model, agreed_times
 from offload_engine.planning.clocks import Link
+from offload_engine.planning.memory import Job, MeasuredMemory, make_memory_model
+from offload_engine.planning.residents import Residents
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 from tests.meeting import Meeting
 
@@ -62,3 +64,12 @@ def test_the_slowest_link_seems_faster_if_no_rank_copies_all() -> None:
     links = Link(40.0, 30.0), Link(50.0, 20.0)
     for found in on_ranks(lambda agree, link: agreed_link(agree, link, 0.5), links):
         assert (found.out_gbps, found.in_gbps) == (80.0, 40.0)
+
+
+def test_what_is_outside_of_allocators_is_not_what_one_reserves_more_in_vain_than_another() -> None:
+    measured = MeasuredMemory((), 0, overhead_bytes=17, wasted_bytes=5), MeasuredMemory((), 0, 14, wasted_bytes=2)
+    models = [make_memory_model(Job((), ()), each, is_early_certain=False) for each in measured]
+    nothing = Residents({}, 0, 0)
+    for model in on_ranks(lambda agree, own: agreed_model(agree, own, ()), models):
+        assert model.overhead_with(nothing, wasted_bytes=1) == 12 + 1
+        assert model.overhead_with(nothing) == 17, "as on the rank that has more"
